@@ -1,0 +1,151 @@
+"""The run's frozen configuration, its presets of timing, and the run id. Owns validation; reads no file or variable.
+
+The bytes of the creator's configuration are kept verbatim: `run_id` hashes them, so every peer of a run has the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from swarm.base.errors import ConfigError
+from swarm.base.ids import RunId
+
+
+class Timing(BaseModel):
+    """Deadlines in seconds. `local`, `lan` and `wan` are presets; each field may be overridden."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    heartbeat_s: float = Field(0.5, gt=0, description="a server that still works says so this often")
+    connect_s: float = Field(2.0, gt=0, description="a connection must stand within this time")
+    stall_s: float = Field(8.0, gt=0, description="a caller waits only while counters advance within this time")
+    request_s: float = Field(4.0, gt=0, description="deadline of a short request that needs no compute")
+    lease_s: float = Field(8.0, gt=0, description="a trainer silent for longer loses its tickets")
+    coordinator_s: float = Field(3.0, gt=0, description="a coordinator silent for longer is replaced")
+    record_ttl_s: float = Field(10.0, gt=0, description="life of a DHT record at its receiver; renewed at a third")
+    genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
+    stage_lost_s: float = Field(60.0, gt=0, description="a stage without a holder for this long is lost")
+    average_s: float = Field(30.0, gt=0, description="one averaging round inside a stage must end within this time")
+
+
+TIMING_PRESETS: dict[str, dict[str, float]] = {
+    "local": {},
+    "lan": {"connect_s": 3.0, "stall_s": 20.0, "request_s": 6.0, "lease_s": 20.0, "coordinator_s": 5.0,
+            "record_ttl_s": 20.0, "genesis_quiet_s": 3.0, "stage_lost_s": 120.0, "average_s": 120.0},
+    "wan": {"heartbeat_s": 2.0, "connect_s": 10.0, "stall_s": 60.0, "request_s": 20.0, "lease_s": 60.0,
+            "coordinator_s": 15.0, "record_ttl_s": 60.0, "genesis_quiet_s": 10.0, "stage_lost_s": 600.0,
+            "average_s": 1200.0},
+}
+
+
+class RunConfig(BaseModel):
+    """One training job. The same on every peer; any change is another run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("swarm", min_length=1, max_length=64, description="a name for people")
+    model: str = Field("llama-tiny", description="a preset of models/, or package.module:factory")
+    model_options: dict[str, Any] = Field(default_factory=dict, description="overrides handed to the preset or factory")
+    num_stages: int = Field(3, ge=1, le=1024, description="spans of layers the model is cut into")
+    sequence_length: int = Field(64, ge=1, description="tokens per sample")
+    micro_batch_size: int = Field(8, ge=1, description="samples per micro-batch (ticket)")
+    target_batch_size: int = Field(64, ge=1, description="samples per optimizer step; a multiple of micro_batch_size")
+    total_steps: int = Field(60, ge=1, description="optimizer steps of the run")
+    learning_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW decoupled weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="global gradient norm over all stages is clipped to this")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
+    warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
+    precision: Literal["fp64", "fp32", "bf16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
+    compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
+    seed: int = Field(0, ge=0, lt=2**63, description="seeds initial values, data order and dropout")
+    delay_steps: int = Field(0, ge=0, le=1, description="1 overlaps averaging with the next step")
+    dataset: str = Field("builtin", max_length=200, description="name of the data for people, never a path")
+    data_digest: str = Field("", description="digest of training and evaluation data; a trainer with other data is refused")
+    tokenizer_digest: str = Field("", description="digest of the tokenizer")
+    eval_fraction: float = Field(0.1, ge=0, lt=1, description="part of the data held out if no evaluation data is given")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
+    eval_samples: int = Field(64, ge=0, description="samples per evaluation; 0 evaluates never")
+    checkpoint_every: int = Field(20, ge=0, description="steps between checkpoints; 0 writes the last step only")
+    checkpoint_copies: int = Field(2, ge=1, description="peers of a stage that write each checkpoint")
+    checkpoint_keep: int = Field(2, ge=1, description="checkpoints kept per peer")
+    min_peers_per_stage: int = Field(1, ge=1, description="peers of every stage needed to start the run")
+    timing: Timing = Field(default_factory=lambda: Timing(), description="deadlines")
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> RunConfig:
+        if self.target_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"target_batch_size {self.target_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        return self
+
+    @property
+    def tickets_per_step(self) -> int:
+        return self.target_batch_size // self.micro_batch_size
+
+    @property
+    def eval_tickets(self) -> int:
+        """Micro-batches of one evaluation; the last may be short."""
+        return -(-self.eval_samples // self.micro_batch_size)
+
+    def base_step(self, step: int) -> int:
+        """Number of commits in the parameters that the tickets of `step` use."""
+        return max(0, step - self.delay_steps)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON; the creator's bytes travel verbatim and give the run id."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+
+def run_id_of(config_bytes: bytes) -> RunId:
+    return hashlib.sha256(b"swarm run\0" + config_bytes).hexdigest()
+
+
+def parse_config(data: dict[str, Any], *, where: str) -> RunConfig:
+    """Validate `data` (from TOML, JSON or the command line) into a `RunConfig`.
+
+    `timing` may be a preset's name, or a table with an optional `preset` and overrides.
+
+    Raises:
+        ConfigError: one line naming `where`, the field, and what is wrong.
+    """
+    data = dict(data)
+    timing = data.get("timing", "local")
+    if isinstance(timing, str):
+        timing = {"preset": timing}
+    if isinstance(timing, dict):
+        timing = dict(timing)
+        preset = timing.pop("preset", "local")
+        if preset not in TIMING_PRESETS:
+            raise ConfigError(f"{where}: timing preset {preset!r} is none of {', '.join(TIMING_PRESETS)}")
+        data["timing"] = {**TIMING_PRESETS[preset], **timing}
+    try:
+        return RunConfig(**data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "configuration"
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"{where}: unknown key {field!r}") from None
+        raise ConfigError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def parse_config_bytes(config_bytes: bytes) -> RunConfig:
+    """The configuration of a run that another peer created.
+
+    Raises:
+        ConfigError: if the bytes are no configuration that this version understands.
+    """
+    try:
+        data = json.loads(config_bytes)
+        return RunConfig(**data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"the run's configuration is not understood by this version: {str(error).splitlines()[0]}") from None

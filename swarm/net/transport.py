@@ -1,0 +1,76 @@
+"""The transport interface: one request, one streamed reply, and a wait that lasts only while counters advance.
+
+`http` (aiohttp) and `memory` (seeded, lossy, virtual time) implement it; one contract suite runs on both. Must not know
+what any message means, except `Heartbeat` and `Refusal`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Awaitable, Callable
+
+from swarm.base.ids import Address
+from swarm.wire.framing import Frame
+
+
+class Progress:
+    """Counts what a served request has done; heartbeats carry `count` to the caller, who waits while it advances."""
+
+    def __init__(self, remote: str = "") -> None:
+        self._own = 0
+        self._sources: list[Callable[[], int]] = []
+        #: Host that the request came from, as the transport saw it.
+        self.remote = remote
+
+    def advance(self, amount: int = 1) -> None:
+        """Something moved: a job finished, a downstream heartbeat counted on, bytes arrived."""
+        self._own += amount
+
+    def follow(self, source: Callable[[], int]) -> None:
+        """Count `source()` too (a monotone counter, such as an executor's finished jobs)."""
+        self._sources.append(source)
+
+    @property
+    def count(self) -> int:
+        return self._own + sum(source() for source in self._sources)
+
+
+#: Serves one request. Cancelled when the caller closes its connection. An exception becomes a `failed` refusal.
+Handler = Callable[[Frame, Progress], Awaitable[Frame]]
+
+
+class Transport(abc.ABC):
+    """Sends requests and serves them. One instance per peer."""
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> Address:
+        """Where this transport listens; valid after `start`."""
+
+    @abc.abstractmethod
+    async def start(self, handler: Handler) -> None:
+        """Listen, and serve every request with `handler`.
+
+        Raises:
+            ConfigError: if the address cannot be bound, naming it.
+        """
+
+    @abc.abstractmethod
+    async def call(
+        self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None
+    ) -> Frame:
+        """Send `request` and return the result frame (which may be a `Refusal`).
+
+        Waits only while counters advance: at most `stall_s` seconds between advances of the heartbeat counter or of the
+        bytes moved in either direction. `progress` is advanced whenever they do. Cancelling closes the connection.
+
+        Raises:
+            Unreachable: no connection within `connect_s`; the request was not delivered.
+            Stalled: nothing advanced for `stall_s`.
+            LinkBroken: the connection ended early.
+            RemoteProtocolError: the reply is no valid frame.
+        """
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Stop serving (running handlers are cancelled) and close every connection."""

@@ -1,0 +1,1 @@
+"""One stage's tensors: parameters, gradients, optimizer, compute thread and snapshots. No network."""

@@ -1,0 +1,1 @@
+"""What crosses the network: messages, framing, tensor payloads and signed records. No sockets here."""

@@ -1,0 +1,595 @@
+"""THE protocol: every message and every reply code, a sentence each. Owns shapes and bounds; moves no bytes.
+
+A request is answered by a stream of `Heartbeat` frames and one result: the reply named beside the request, or `Refusal`.
+Unknown fields are ignored, so that a minor version may add optional ones. Tensor bytes follow the header of a frame in
+the order of `tensors`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, model_validator
+
+from swarm.base.ids import Ballot, Ticket
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+#: Elements that share one scale in the blockwise 8-bit code.
+BLOCK_SIZE = 4096
+MAX_DIMS = 8
+MAX_TENSORS = 4096
+MAX_MEMBERS = 4096
+MAX_TICKETS = 65536
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+Codec = Literal["raw", "fp16", "bf16", "8bit"]
+
+PeerIdField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+IncarnationField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+DigestField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+RunIdField = DigestField
+StageField = Annotated[int, Field(ge=0, lt=1024)]
+StepField = Annotated[int, Field(ge=0, lt=2**40)]
+IndexField = Annotated[int, Field(ge=0, lt=MAX_TICKETS)]
+NameField = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+TextField = Annotated[str, StringConstraints(max_length=2000)]
+Indexes = Annotated[tuple[IndexField, ...], Field(max_length=MAX_TICKETS)]
+
+
+class Part(BaseModel):
+    """Base of everything inside a message."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class TensorSpec(Part):
+    """One tensor of a frame's body: logical dtype and shape, and how its bytes are coded."""
+
+    name: NameField
+    dtype: Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], Field(max_length=MAX_DIMS)]
+    codec: Codec = "raw"
+    #: "input" feeds the stage and needs a gradient if floating; "label" travels unchanged to the last stage.
+    role: Literal["input", "label", "grad", "state"] = "input"
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this tensor in the frame's body."""
+        n = self.num_elements
+        if self.codec == "raw":
+            return n * DTYPE_BYTES[self.dtype]
+        if self.codec == "8bit":
+            return n + 4 * math.ceil(n / BLOCK_SIZE)
+        return 2 * n
+
+    @model_validator(mode="after")
+    def _floats_only(self) -> TensorSpec:
+        if self.codec != "raw" and self.dtype not in ("float64", "float32", "float16", "bfloat16"):
+            raise ValueError(f"codec {self.codec} is for floating tensors, not {self.dtype}")
+        return self
+
+
+class Member(Part):
+    """One peer in one incarnation, and where it listens. `ready` members hold the stage's state and may be routed to."""
+
+    peer: PeerIdField
+    incarnation: IncarnationField
+    host: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=0, le=65535)]
+    ready: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.peer, self.incarnation)
+
+
+class Term(Part):
+    """Orders the leaders of one stage within a step: (ballot, n); the record's first ready member leads at the zero term."""
+
+    ballot: Ballot = Ballot(0, "")
+    n: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        return (self.ballot.counter, self.ballot.coordinator, self.n)
+
+
+class Seal(Part):
+    """A peer's frozen ledger for one attempt: what its accumulator of a step holds."""
+
+    member: Member
+    ledger: Indexes = ()
+    #: Tickets seen with a non-finite gradient: ledgered, not added.
+    overflow: Indexes = ()
+    tokens: Annotated[int, Field(ge=0)] = 0
+    loss_sum: float = 0.0
+    #: Head of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
+    head: DigestField
+    state_digest: str = ""
+
+
+class StageResult(Part):
+    """One stage's part of a commit record."""
+
+    attempt: Term
+    average_digest: DigestField
+    #: Sum of squares of the summed gradient, before division by the token total (fp64).
+    sum_squares: Annotated[float, Field(ge=0)]
+    num_tickets: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)]
+    loss_sum: float = 0.0
+    #: Who holds the average, best source first.
+    holders: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+
+
+class CommitRecord(Part):
+    """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results."""
+
+    run: RunIdField
+    step: Annotated[int, Field(ge=-1)]
+    head: DigestField
+    previous_head: str = ""
+    ballot: Ballot
+    #: Next members of each stage, its leader first.
+    members: tuple[Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)], ...]
+    results: tuple[StageResult, ...] = ()
+    tokens: Annotated[int, Field(ge=0)] = 0
+    loss_sum: float = 0.0
+    grad_norm: float = 0.0
+    clip_coefficient: float = 1.0
+    learning_rate: float = 0.0
+    skipped: bool = False
+    #: Attempts beyond the first that this step needed.
+    reopened: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per token in nats."""
+        return self.loss_sum / self.tokens if self.tokens else 0.0
+
+
+class Hop(Part):
+    """What one stage did for a micro-batch; times in seconds, bytes as sent on the wire."""
+
+    stage: StageField
+    peer: PeerIdField
+    accumulated: bool
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    transfer_s: float = 0.0
+    num_bytes: Annotated[int, Field(ge=0)] = 0
+    recomputed: bool = False
+    #: Candidates of this stage that failed before this peer, with the reason.
+    failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], Field(max_length=64)] = ()
+
+
+Route = Annotated[tuple[Annotated[tuple[Member, ...], Field(max_length=64)], ...], Field(max_length=1024)]
+
+
+class Message(Part):
+    """Base of every message; `tensors` describes the body."""
+
+    tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()
+
+
+# ------------------------------------------------------------------------------------------------ any request
+
+
+class Heartbeat(Message):
+    """Not yet: `counter` advances with compute jobs, downstream heartbeats and bytes moved."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    counter: int = 0
+
+
+REFUSAL_CODES = {
+    "bad_request": "the request is no valid message, or does not fit this peer",
+    "wrong_run": "the request belongs to another run",
+    "wrong_stage": "this peer serves another stage",
+    "not_member": "the sender is not a member that may ask this",
+    "lower_ballot": "a coordinator with a higher ballot was accepted",
+    "wrong_state": "the step is not in a state in which this can be done",
+    "busy": "a bound is reached: go elsewhere or come back",
+    "behind": "this peer lacks the version that the request names",
+    "ahead": "this peer is past the version that the request names",
+    "stale": "the step is sealed or committed; nothing was accumulated",
+    "no_candidate": "no candidate of the named stage could take the micro-batch",
+    "failed": "the computation failed on this peer",
+    "non_finite": "a tensor of the request holds NaN or Inf",
+    "unknown": "this peer does not know what is asked for",
+}
+
+
+class Refusal(Message):
+    """No, with a code of `REFUSAL_CODES`, a reason for people, and the newest record where that helps."""
+
+    kind: Literal["refusal"] = "refusal"
+    code: Annotated[str, StringConstraints(max_length=32)]
+    reason: TextField = ""
+    stage: StageField | None = None
+    record: CommitRecord | None = None
+
+
+class Ack(Message):
+    """Done."""
+
+    kind: Literal["ack"] = "ack"
+
+
+class Hello(Message):
+    """A newcomer asks any peer for the run: answered by `RunInfo`."""
+
+    kind: Literal["hello"] = "hello"
+
+
+class RunInfo(Message):
+    """The run's configuration verbatim, DHT contacts, the coordinator as far as known, and the newest record."""
+
+    kind: Literal["run_info"] = "run_info"
+    config: Annotated[str, StringConstraints(max_length=262144)]
+    contacts: Annotated[tuple[tuple[str, int], ...], Field(max_length=64)] = ()
+    coordinator: Member | None = None
+    record: CommitRecord | None = None
+    #: The address this peer saw the newcomer come from.
+    seen_host: Annotated[str, StringConstraints(max_length=255)] = ""
+
+
+class Status(Message):
+    """Asks any peer how it is: answered by `StatusReply`."""
+
+    kind: Literal["status"] = "status"
+
+
+class StatusReply(Message):
+    """What an operator wants to see; `detail` is flat and for display only."""
+
+    kind: Literal["status_reply"] = "status_reply"
+    role: Literal["stage", "trainer", "backbone"]
+    member: Member
+    step: int = -1
+    head: str = ""
+    state: Annotated[str, StringConstraints(max_length=64)] = ""
+    detail: Annotated[dict[str, str | int | float | bool], Field(max_length=128)] = {}
+    stages: tuple[Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)], ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------ micro-batches
+
+
+class Train(Message):
+    """Run one micro-batch through this stage and those after it; `route[0]` is this stage's candidates, me first.
+
+    Answered by `Trained`, whose body is the gradient of the inputs (none for stage 0 or `mode = "eval"`).
+    """
+
+    kind: Literal["train"] = "train"
+    run: RunIdField
+    mode: Literal["train", "eval"] = "train"
+    ticket: Ticket
+    head: DigestField
+    stage: StageField
+    route: Route
+
+
+class Trained(Message):
+    """The result of a micro-batch: hops from this stage to the last, loss sum over tokens, token count."""
+
+    kind: Literal["trained"] = "trained"
+    hops: Annotated[tuple[Hop, ...], Field(max_length=1024)]
+    loss_sum: float
+    tokens: Annotated[int, Field(ge=0)]
+    overflow: bool = False
+
+
+# ------------------------------------------------------------------------------------------------ claims and step
+
+
+class Claim(Message):
+    """A member asks its stage's leader for permission to accumulate tickets of `step`: answered by `Claimed`."""
+
+    kind: Literal["claim"] = "claim"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    member: Member
+    indexes: Indexes
+
+
+class Claimed(Message):
+    """The granted tickets; each one asked for and missing here is denied."""
+
+    kind: Literal["claimed"] = "claimed"
+    term: Term
+    granted: Indexes
+    reason: TextField = ""
+
+
+class Revoke(Message):
+    """The leader takes an unused claim back: answered by `Revoked`."""
+
+    kind: Literal["revoke"] = "revoke"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    index: IndexField
+
+
+class Revoked(Message):
+    """`held` is true if the ticket is already in the ledger, so that the claim stays."""
+
+    kind: Literal["revoked"] = "revoked"
+    held: bool
+
+
+class Gather(Message):
+    """The coordinator makes a member the leader of its stage for `term` and has it collect every ledger.
+
+    With `freeze` the ledgers are sealed for the attempt `term`; without, the step is (re)opened. Unused claims are void
+    either way. Answered by `Gathered`.
+    """
+
+    kind: Literal["gather"] = "gather"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    freeze: bool
+    members: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)]
+    struck: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+
+
+class Gathered(Message):
+    """The seals of all members that answered, and those that did not (struck for this step)."""
+
+    kind: Literal["gathered"] = "gathered"
+    seals: Annotated[tuple[Seal, ...], Field(max_length=MAX_MEMBERS)]
+    struck: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+
+
+class Collect(Message):
+    """A leader collects one member's ledger and voids its unused claims; `freeze` seals it. Answered by `Collected`."""
+
+    kind: Literal["collect"] = "collect"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    freeze: bool
+    leader: Member
+
+
+class Collected(Message):
+    """One member's seal."""
+
+    kind: Literal["collected"] = "collected"
+    seal: Seal
+
+
+class Average(Message):
+    """The coordinator has a stage's leader average the sealed contributions of `term`: answered by `Averaged`."""
+
+    kind: Literal["average"] = "average"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    seals: Annotated[tuple[Seal, ...], Field(max_length=MAX_MEMBERS)]
+
+
+class Averaged(Message):
+    """The stage is prepared, or `suspects` names the ends of the transfers that failed."""
+
+    kind: Literal["averaged"] = "averaged"
+    result: StageResult | None = None
+    suspects: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    reason: TextField = ""
+
+
+class Reduce(Message):
+    """A leader starts the all-reduce of an attempt at one member: answered by `Reduced` once it holds the average."""
+
+    kind: Literal["reduce"] = "reduce"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    seals: Annotated[tuple[Seal, ...], Field(max_length=MAX_MEMBERS)]
+
+
+class Reduced(Message):
+    """This member holds the average with this digest, or `suspects` names whom it could not exchange slices with."""
+
+    kind: Literal["reduced"] = "reduced"
+    average_digest: str = ""
+    sum_squares: float = 0.0
+    suspects: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    reason: TextField = ""
+
+
+class Slice(Message):
+    """One member's slice `index` of its gradient sum, for the member that reduces it: answered by `ReducedSlice`.
+
+    The body is the slice, or empty if the sender's ledger is.
+    """
+
+    kind: Literal["slice"] = "slice"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    member: Member
+    index: Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+
+
+class ReducedSlice(Message):
+    """The sum of all members' slices."""
+
+    kind: Literal["reduced_slice"] = "reduced_slice"
+
+
+class FetchAverage(Message):
+    """A peer one commit behind copies the average that a record names: answered by `AverageCopy`."""
+
+    kind: Literal["fetch_average"] = "fetch_average"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    digest: DigestField
+    offset: Annotated[int, Field(ge=0)] = 0
+    length: Annotated[int, Field(ge=1)] = 2**24
+
+
+class AverageCopy(Message):
+    """Elements `offset : offset + length` of the flat average; `total` is its length."""
+
+    kind: Literal["average_copy"] = "average_copy"
+    total: Annotated[int, Field(ge=0)]
+
+
+class Commit(Message):
+    """Hands on a commit record: answered by `Ack` once it is taken over (the optimizer may still run)."""
+
+    kind: Literal["commit"] = "commit"
+    record: CommitRecord
+
+
+# ------------------------------------------------------------------------------------------------ coordinator
+
+
+class Join(Message):
+    """A stage peer asks the coordinator to be listed in the next record: answered by `Ack` or `Refusal`.
+
+    `head` is the newest head that it holds; `member.ready` says that it holds the stage's state there.
+    """
+
+    kind: Literal["join"] = "join"
+    run: RunIdField
+    stage: StageField
+    member: Member
+    head: DigestField | None = None
+    leaving: bool = False
+
+
+class Elect(Message):
+    """A candidate asks to be accepted as coordinator with this ballot: answered by `Elected`, or `lower_ballot`."""
+
+    kind: Literal["elect"] = "elect"
+    run: RunIdField
+    ballot: Ballot
+    coordinator: Member
+
+
+class Elected(Message):
+    """Accepted; the newest record, the highest term seen, and the prepared attempts of the step after it."""
+
+    kind: Literal["elected"] = "elected"
+    stage: StageField
+    member: Member
+    record: CommitRecord | None = None
+    term: Term = Term()
+    prepared: Annotated[tuple[tuple[StepField, StageResult], ...], Field(max_length=16)] = ()
+
+
+class Lease(Message):
+    """A trainer reports and asks for work; held open until there is some: answered by `Leased`."""
+
+    kind: Literal["lease"] = "lease"
+    run: RunIdField
+    trainer: Member
+    data_digest: Annotated[str, StringConstraints(max_length=128)] = ""
+    #: Newest step whose record it has (-2: none, not even genesis).
+    known_step: Annotated[int, Field(ge=-2)] = -2
+    #: Tickets finished since the last call, with whether every stage said it accumulated them.
+    done: Annotated[tuple[tuple[Ticket, bool], ...], Field(max_length=MAX_TICKETS)] = ()
+    holding: Annotated[tuple[Ticket, ...], Field(max_length=MAX_TICKETS)] = ()
+    want: Annotated[int, Field(ge=0, le=MAX_TICKETS)] = 0
+    retries: Annotated[int, Field(ge=0)] = 0
+    #: Result of an evaluation it was asked for: (step, loss sum, tokens).
+    evaluated: tuple[int, float, int] | None = None
+    leaving: bool = False
+
+
+class Leased(Message):
+    """Work, and every record since `known_step` that the coordinator still has.
+
+    `evaluate` asks this trainer to evaluate at the newest head. `finished`: the last step has committed.
+    """
+
+    kind: Literal["leased"] = "leased"
+    ballot: Ballot
+    tickets: Annotated[tuple[Ticket, ...], Field(max_length=MAX_TICKETS)] = ()
+    records: Annotated[tuple[CommitRecord, ...], Field(max_length=256)] = ()
+    evaluate: bool = False
+    finished: bool = False
+    waiting_for: TextField = ""
+
+
+# ------------------------------------------------------------------------------------------------ state transfer
+
+
+class StateOffer(Message):
+    """A newcomer asks a member for its state: answered by `StateManifest`, which pins one snapshot for a while."""
+
+    kind: Literal["state_offer"] = "state_offer"
+    run: RunIdField
+    stage: StageField
+    #: Only a snapshot of this step or newer is of use.
+    min_step: Annotated[int, Field(ge=-1)] = -1
+
+
+class StateManifest(Message):
+    """The pinned snapshot: its record, and name, dtype, length and digest of each flat tensor."""
+
+    kind: Literal["state_manifest"] = "state_manifest"
+    record: CommitRecord
+    entries: Annotated[tuple[tuple[NameField, str, int, str], ...], Field(max_length=MAX_TENSORS)]
+    #: Optimizer steps taken so far.
+    num_updates: Annotated[int, Field(ge=0)] = 0
+
+
+class StateRange(Message):
+    """Asks for elements `offset : offset + length` of one entry of the snapshot at `head`: answered by `StateChunk`."""
+
+    kind: Literal["state_range"] = "state_range"
+    run: RunIdField
+    stage: StageField
+    head: DigestField
+    name: NameField
+    offset: Annotated[int, Field(ge=0)]
+    length: Annotated[int, Field(ge=1)]
+
+
+class StateChunk(Message):
+    """The elements asked for."""
+
+    kind: Literal["state_chunk"] = "state_chunk"
+
+
+AnyMessage = Annotated[
+    Union[
+        Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
+        Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
+        Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, FetchAverage, AverageCopy, Commit,
+        Join, Elect, Elected, Lease, Leased, StateOffer, StateManifest, StateRange, StateChunk,
+    ],
+    Field(discriminator="kind"),
+]  # fmt: skip
+MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
+#: Kinds that ask for something; all others are replies.
+REQUEST_KINDS = frozenset({
+    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "fetch_average",
+    "commit", "join", "elect", "lease", "state_offer", "state_range",
+})  # fmt: skip

@@ -1,0 +1,102 @@
+"""Signed DHT records: what a peer says of itself, bound to its key, stamped and short-lived. Owns their bytes and limits.
+
+The life of a record is a length, never a point in time: each receiver counts it down on its own monotonic clock.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from swarm.base.errors import RemoteProtocolError
+from swarm.base.ids import PeerId, peer_id_of
+from swarm.wire.messages import IncarnationField, PeerIdField
+
+#: A record with key and signature must fit a datagram with room for the RPC around it.
+MAX_RECORD_BYTES = 1000
+MAX_TTL_S = 3600.0
+
+
+class PeerRecord(BaseModel):
+    """What one peer announces under one key."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    peer: PeerIdField
+    incarnation: IncarnationField
+    role: Literal["stage", "trainer", "backbone", "coordinator"]
+    host: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    ttl_s: Annotated[float, Field(gt=0, le=MAX_TTL_S)]
+    #: Rises with every publish of this identity, over restarts too (kept with the identity).
+    sequence: Annotated[int, Field(ge=0, lt=2**63)]
+    stage: Annotated[int, Field(ge=-1, lt=1024)] = -1
+    step: int = -1
+    state: Annotated[str, StringConstraints(max_length=32)] = ""
+    ballot: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRecord:
+    """`payload` is a `PeerRecord` as JSON, signed together with the DHT key it is stored under."""
+
+    public_key: bytes
+    payload: bytes
+    signature: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.public_key) + len(self.payload) + len(self.signature)
+
+    @property
+    def peer(self) -> PeerId:
+        return peer_id_of(self.public_key)
+
+
+def _signed_bytes(key: str, payload: bytes) -> bytes:
+    return b"swarm record\0" + key.encode() + b"\0" + payload
+
+
+def sign_record(private_key: Ed25519PrivateKey, key: str, record: PeerRecord) -> SignedRecord:
+    """Sign `record` for `key`.
+
+    Raises:
+        ValueError: over `MAX_RECORD_BYTES`, naming key and size; or the record's peer is not the key's.
+    """
+    public_key = private_key.public_key().public_bytes_raw()
+    if record.peer != peer_id_of(public_key):
+        raise ValueError("a record can be signed only by the peer it names")
+    payload = json.dumps(record.model_dump(exclude_defaults=True), separators=(",", ":")).encode()
+    signed = SignedRecord(public_key, payload, private_key.sign(_signed_bytes(key, payload)))
+    if signed.num_bytes > MAX_RECORD_BYTES:
+        raise ValueError(f"record for key {key!r} has {signed.num_bytes} bytes, the limit is {MAX_RECORD_BYTES}")
+    return signed
+
+
+def verify_record(key: str, signed: SignedRecord) -> PeerRecord:
+    """Check size, signature, schema and that the id belongs to the key.
+
+    Raises:
+        RemoteProtocolError: saying which of these failed.
+    """
+    if signed.num_bytes > MAX_RECORD_BYTES:
+        raise RemoteProtocolError(f"record of {signed.num_bytes} bytes is over the limit of {MAX_RECORD_BYTES}")
+    if len(signed.public_key) != 32 or len(signed.signature) != 64:
+        raise RemoteProtocolError("record's public key or signature has the wrong length")
+    try:
+        Ed25519PublicKey.from_public_bytes(signed.public_key).verify(signed.signature, _signed_bytes(key, signed.payload))
+    except InvalidSignature:
+        raise RemoteProtocolError("record's signature is not valid for its key") from None
+    try:
+        record = PeerRecord.model_validate_json(signed.payload)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise RemoteProtocolError(f"record: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if record.peer != peer_id_of(signed.public_key):
+        raise RemoteProtocolError("record names a peer that its key does not belong to")
+    return record

@@ -1,1 +1,1 @@
-"""From files to samples: tokenizers, datasets, and the order that maps a ticket to its samples. No torch."""
+"""Data: tokenisation, datasets, and which samples a ticket names. numpy only: no torch, no network."""

@@ -52,7 +52,7 @@ def encode_head(frame: Frame) -> bytes:
     message: Message = frame.message
     if len(frame.buffers) != len(message.tensors):
         raise ValueError(f"{message.__class__.__name__} names {len(message.tensors)} tensors, got {len(frame.buffers)}")
-    for spec, buffer in zip(message.tensors, frame.buffers):
+    for spec, buffer in zip(message.tensors, frame.buffers, strict=True):
         if memoryview(buffer).nbytes != spec.num_bytes:
             raise ValueError(f"tensor {spec.name}: {memoryview(buffer).nbytes} bytes, its spec says {spec.num_bytes}")
     header = message.model_dump_json(exclude_defaults=False, exclude_none=True).encode()
@@ -63,7 +63,8 @@ def encode_head(frame: Frame) -> bytes:
 
 def encode(frame: Frame) -> bytes:
     """The whole frame as one buffer (copies the body; for small frames and the in-memory twin)."""
-    return b"".join([encode_head(frame), *(memoryview(b).cast("B") if memoryview(b).nbytes else b"" for b in frame.buffers)])
+    views = [memoryview(buffer) for buffer in frame.buffers]
+    return b"".join([encode_head(frame), *(view.cast("B") for view in views if view.nbytes)])
 
 
 def decode_prefix(data: Buffer, *, max_body_bytes: int = MAX_BODY_BYTES) -> Prefix:
@@ -72,11 +73,14 @@ def decode_prefix(data: Buffer, *, max_body_bytes: int = MAX_BODY_BYTES) -> Pref
     Raises:
         RemoteProtocolError: wrong magic or major version, or a length over its limit.
     """
+    if len(data) < PREFIX.size:
+        raise RemoteProtocolError(f"{len(data)} bytes are too few for a frame")
     magic, major, minor, _, header_bytes, body_bytes = PREFIX.unpack(bytes(data[: PREFIX.size]))
     if magic != MAGIC:
         raise RemoteProtocolError("not a swarm frame (wrong magic)")
     if major != PROTOCOL_MAJOR:
-        raise RemoteProtocolError(f"protocol version {major}.{minor}, this peer speaks {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}")
+        ours = f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+        raise RemoteProtocolError(f"protocol version {major}.{minor}, this peer speaks {ours}")
     if header_bytes > MAX_HEADER_BYTES:
         raise RemoteProtocolError(f"header of {header_bytes} bytes is over the limit of {MAX_HEADER_BYTES}")
     if body_bytes > max_body_bytes:
@@ -118,8 +122,6 @@ def decode(data: Buffer, *, max_body_bytes: int = MAX_BODY_BYTES) -> Frame:
     Raises:
         RemoteProtocolError: if the bytes are no valid frame, or there are too few or too many.
     """
-    if len(data) < PREFIX.size:
-        raise RemoteProtocolError(f"{len(data)} bytes are too few for a frame")
     prefix = decode_prefix(data, max_body_bytes=max_body_bytes)
     end = PREFIX.size + prefix.header_bytes
     if len(data) != end + prefix.body_bytes:

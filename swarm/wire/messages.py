@@ -126,6 +126,8 @@ class StageResult(Part):
     #: Sum of squares of the summed gradient, before division by the token total (fp64).
     sum_squares: Annotated[float, Field(ge=0)]
     num_tickets: Annotated[int, Field(ge=0)]
+    #: Of these, tickets whose gradient was not finite; any of them makes the step a skipped one.
+    num_overflow: Annotated[int, Field(ge=0)] = 0
     tokens: Annotated[int, Field(ge=0)]
     loss_sum: float = 0.0
     #: Who holds the average, best source first.

@@ -1,6 +1,7 @@
-"""Signed DHT records: what a peer says of itself, bound to its key, stamped and short-lived. Owns their bytes and limits.
+"""Signed DHT records: what a peer says of itself, bound to its key, numbered, short-lived. Owns their bytes and limits.
 
 The life of a record is a length, never a point in time: each receiver counts it down on its own monotonic clock.
+Must not know where records are kept or how they travel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,20 @@ from swarm.wire.messages import IncarnationField, PeerIdField
 
 #: A record with key and signature must fit a datagram with room for the RPC around it.
 MAX_RECORD_BYTES = 1000
+#: A DHT key in UTF-8; it travels beside the record that is signed for it.
+MAX_KEY_BYTES = 160
 MAX_TTL_S = 3600.0
+
+#: Why a record is no good in itself; receivers count refusals by these words.
+RefusalReason = Literal["oversize", "forged", "malformed"]
+
+
+class RecordRefused(RemoteProtocolError):
+    """A record that no receiver keeps; `reason` is for counters, the text for people."""
+
+    def __init__(self, reason: RefusalReason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class PeerRecord(BaseModel):
@@ -36,9 +50,9 @@ class PeerRecord(BaseModel):
     #: Rises with every publish of this identity, over restarts too (kept with the identity).
     sequence: Annotated[int, Field(ge=0, lt=2**63)]
     stage: Annotated[int, Field(ge=-1, lt=1024)] = -1
-    step: int = -1
+    step: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     state: Annotated[str, StringConstraints(max_length=32)] = ""
-    ballot: Annotated[int, Field(ge=0)] = 0
+    ballot: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,37 +80,46 @@ def sign_record(private_key: Ed25519PrivateKey, key: str, record: PeerRecord) ->
     """Sign `record` for `key`.
 
     Raises:
-        ValueError: over `MAX_RECORD_BYTES`, naming key and size; or the record's peer is not the key's.
+        ValueError: record or key is over its limit, naming key and size; or the record's peer is not the signing key's.
     """
     public_key = private_key.public_key().public_bytes_raw()
     if record.peer != peer_id_of(public_key):
         raise ValueError("a record can be signed only by the peer it names")
     payload = json.dumps(record.model_dump(exclude_defaults=True), separators=(",", ":")).encode()
     signed = SignedRecord(public_key, payload, private_key.sign(_signed_bytes(key, payload)))
-    if signed.num_bytes > MAX_RECORD_BYTES:
-        raise ValueError(f"record for key {key!r} has {signed.num_bytes} bytes, the limit is {MAX_RECORD_BYTES}")
+    if (oversize := _oversize(key, signed)) is not None:
+        raise ValueError(oversize)
     return signed
 
 
 def verify_record(key: str, signed: SignedRecord) -> PeerRecord:
-    """Check size, signature, schema and that the id belongs to the key.
+    """Check size, signature, schema and that the id belongs to the key; the cheap checks come first.
 
     Raises:
-        RemoteProtocolError: saying which of these failed.
+        RecordRefused: saying which of these failed.
     """
-    if signed.num_bytes > MAX_RECORD_BYTES:
-        raise RemoteProtocolError(f"record of {signed.num_bytes} bytes is over the limit of {MAX_RECORD_BYTES}")
+    if (oversize := _oversize(key, signed)) is not None:
+        raise RecordRefused("oversize", oversize)
     if len(signed.public_key) != 32 or len(signed.signature) != 64:
-        raise RemoteProtocolError("record's public key or signature has the wrong length")
+        raise RecordRefused("malformed", "record's public key or signature has the wrong length")
     try:
-        Ed25519PublicKey.from_public_bytes(signed.public_key).verify(signed.signature, _signed_bytes(key, signed.payload))
-    except InvalidSignature:
-        raise RemoteProtocolError("record's signature is not valid for its key") from None
+        public_key = Ed25519PublicKey.from_public_bytes(signed.public_key)
+        public_key.verify(signed.signature, _signed_bytes(key, signed.payload))
+    except (InvalidSignature, ValueError):
+        raise RecordRefused("forged", "record's signature is not valid for its key") from None
     try:
         record = PeerRecord.model_validate_json(signed.payload)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise RemoteProtocolError(f"record: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise RecordRefused("malformed", f"record: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if record.peer != peer_id_of(signed.public_key):
-        raise RemoteProtocolError("record names a peer that its key does not belong to")
+        raise RecordRefused("forged", "record names a peer that its key does not belong to")
     return record
+
+
+def _oversize(key: str, signed: SignedRecord) -> str | None:
+    if (num_bytes := len(key.encode())) > MAX_KEY_BYTES:
+        return f"key {key[:64]!r}... has {num_bytes} bytes, the limit is {MAX_KEY_BYTES}"
+    if signed.num_bytes > MAX_RECORD_BYTES:
+        return f"record for key {key!r} has {signed.num_bytes} bytes, the limit is {MAX_RECORD_BYTES}"
+    return None

@@ -1,0 +1,270 @@
+"""The command line: parsers, value types, and the options that several launchers share.
+
+Owns spelling and defaults. Must not know what the values are for, nor import torch: a mistake answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from swarm.base.config import TIMING_PRESETS, RunConfig
+from swarm.base.errors import ConfigError
+from swarm.base.ids import Address, parse_address
+from swarm.feed.dotted import is_dotted
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+#: Computed from the data, so never given on a command line.
+_COMPUTED_FIELDS = frozenset({"data_digest", "tokenizer_digest"})
+#: Shorter names that DESIGN fixes for fields of `RunConfig`.
+_FIELD_ALIASES = {"num_stages": "--stages", "total_steps": "--steps"}
+_CONFIG_PREFIX = "config."
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+               "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends `(default: X)` where there is a default worth showing."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, without abbreviations; `--a_b` is read as `--a-b`."""
+
+    def __init__(self, program: str, description: str) -> None:
+        super().__init__(prog=program, description=description, allow_abbrev=False, formatter_class=_Formatter)
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        return self.parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("argument ", "", 1) if message.startswith("argument ") else message
+        message = message.replace("unrecognized arguments:", "unknown option:")
+        self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def _dashed(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, separator, value = word.partition("=")
+    return name.replace("_", "-") + separator + value
+
+
+# ------------------------------------------------------------------------------------------------ value types
+
+
+def size_bytes(text: str) -> int:
+    """`4GiB`, `500MB` or plain bytes as a number of bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    unit = match.group(2).lower().removesuffix("b") if match else None
+    if match is None or unit not in _SIZE_UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4GiB or 500MB")
+    return int(float(match.group(1)) * _SIZE_UNITS[unit])
+
+
+def peer_address(text: str) -> Address:
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not address.port:
+        raise argparse.ArgumentTypeError(f"{text!r} has port 0, which nobody can be reached at")
+    return address
+
+
+def port_number(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port in 0..65535")
+    return int(text)
+
+
+def positive_int(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def auto_or_count(text: str) -> int | None:
+    return None if text == "auto" else count(text)
+
+
+def auto_or_positive(text: str) -> int | None:
+    return None if text == "auto" else positive_int(text)
+
+
+def device_name(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, cpu, cuda:N")
+    return "cuda:0" if text == "cuda" else text
+
+
+def existing_path(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
+    return path
+
+
+def data_source(text: str) -> str:
+    """A path that exists, or the dotted path of a factory: whatever `swarm.feed` reads."""
+    return text if is_dotted(text) else str(existing_path(text))
+
+
+def local_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+# ------------------------------------------------------------------------------------------------ shared options
+
+
+def add_logging_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--log-format", choices=("text", "json"), default="text",
+                       help="lines for people or JSON objects")
+    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
+                       help="least level that is logged; debug also shows tracebacks")
+    group.add_argument("--quiet", action="store_true", help="print errors only")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Where the run comes from: created from a file, or fetched from a peer."""
+    group = parser.add_argument_group("run")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", metavar="RUN.TOML", type=existing_path,
+                        help="create the run that this file describes")
+    source.add_argument("--join", metavar="HOST:PORT", type=peer_address,
+                        help="join the run of the peer listening there")
+    group.add_argument("--join-timeout", metavar="SECONDS", type=positive_seconds, default=20.0,
+                       help="wait this long for that peer to answer, in seconds")
+
+
+def add_network_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("network and disk")
+    group.add_argument("--host", metavar="ADDRESS", default="0.0.0.0", help="address to listen at; :: is IPv6")
+    group.add_argument("--port", metavar="PORT", type=port_number, default=0,
+                       help="port for both TCP and UDP; 0 picks a free one")
+    group.add_argument("--public-host", metavar="ADDRESS", default=None,
+                       help="address that others reach this peer at (default: the one it listens at, or the one that "
+                       "the joined peer sees)")
+    group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
+                       help="keep identity and checkpoints here (default: nothing is kept)")
+
+
+def add_data_options(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--data", metavar="PATH", type=data_source, default=None,
+                        help="training data: a .txt, .md or .jsonl file, a directory of those, or "
+                        "package.module:factory (default: the run file's, or the built-in text)")
+    parser.add_argument("--eval-data", metavar="PATH", type=data_source, default=None,
+                        help="evaluation data (default: the run file's, or a held-out part of the data)")
+    parser.add_argument("--tokenizer", metavar="DIR", type=data_source, default=None,
+                        help="tokenizer directory (default: the run file's, or one token for each byte)")
+
+
+# ------------------------------------------------------------------------------------------------ RunConfig fields
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `RunConfig`; `config_overrides` reads back those that were given."""
+    group = parser.add_argument_group("configuration of the run (each overrides --run, which overrides --preset)")
+    group.add_argument("--preset", choices=("tiny",), default="tiny",
+                       help="where fields that nothing else sets come from")
+    for name, field in RunConfig.model_fields.items():
+        if name in _COMPUTED_FIELDS:
+            continue
+        words = [f"--{name.replace('_', '-')}"]
+        if name in _FIELD_ALIASES:
+            words.insert(0, _FIELD_ALIASES[name])
+        group.add_argument(*words, dest=_CONFIG_PREFIX + name, default=argparse.SUPPRESS, metavar=_metavar(name, field),
+                           help=_field_help(name, field))
+    group.add_argument("--set", metavar="FIELD.KEY=VALUE", action="append", default=[], dest="nested",
+                       help="one key of a nested field, such as timing.stall_s=5 or model_options.dropout=0.1")
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    if name == "timing":
+        return "|".join(TIMING_PRESETS)
+    if get_origin(field.annotation) is Literal:
+        return "|".join(map(str, get_args(field.annotation)))
+    if get_origin(field.annotation) is dict:
+        return "JSON"
+    kinds: dict[Any, str] = {int: "N", float: "X", bool: "true|false"}
+    return kinds.get(field.annotation, "TEXT")
+
+
+def _field_help(name: str, field: FieldInfo) -> str:
+    if name == "timing":
+        default: Any = "local"
+    else:
+        default = field.get_default(call_default_factory=True)
+    text = f"{field.description} (default: {json.dumps(default) if isinstance(default, dict) else default})"
+    return text.replace("%", "%%")
+
+
+def config_overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `RunConfig` that the command line gave, unvalidated.
+
+    Raises:
+        ConfigError: `--set` or a JSON value is malformed.
+    """
+    given = {
+        key.removeprefix(_CONFIG_PREFIX): value
+        for key, value in vars(options).items() if key.startswith(_CONFIG_PREFIX)
+    }
+    if "model_options" in given:
+        try:
+            given["model_options"] = json.loads(given["model_options"])
+        except ValueError:
+            raise ConfigError(f"--model-options: {given['model_options']!r} is not JSON") from None
+    for text in options.nested:
+        name, equals, value = text.partition("=")
+        field, dot, key = name.partition(".")
+        if not equals or not field or (dot and not key):
+            raise ConfigError(f"--set: {text!r} is not FIELD.KEY=VALUE")
+        if not dot:
+            given[field] = _literal(value)
+            continue
+        table = given.get(field, {})
+        given[field] = {**({"preset": table} if isinstance(table, str) else table), key: _literal(value)}
+    return given
+
+
+def _literal(text: str) -> Any:
+    """JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

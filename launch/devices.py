@@ -1,0 +1,67 @@
+"""Which device a stage computes on, with how many threads and how much memory. Imports torch only when asked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from swarm.base.errors import ConfigError
+
+#: Part of the memory that is free at the start which a stage takes if nothing else is said.
+DEFAULT_MEMORY_PART = 0.5
+
+
+def resolve_device(name: str) -> str:
+    """`auto` becomes the CUDA device with the most free memory, else `cpu`.
+
+    Raises:
+        ConfigError: a CUDA device that this machine does not have.
+    """
+    import torch
+
+    num_devices = torch.cuda.device_count()
+    if name == "auto":
+        if not torch.cuda.is_available():
+            return "cpu"
+        return f"cuda:{max(range(num_devices), key=lambda index: torch.cuda.mem_get_info(index)[0])}"
+    if name.startswith("cuda:") and int(name.removeprefix("cuda:")) >= num_devices:
+        raise ConfigError(f"--device {name}: this machine has {num_devices} CUDA devices that torch can use")
+    return name
+
+
+def default_memory_limit(device: str) -> int:
+    """Bytes: a part of what is free on `device` now."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0] * DEFAULT_MEMORY_PART)
+    return int(available_memory() * DEFAULT_MEMORY_PART)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that this process can still get, its control group's limit included."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group, or one without a limit ("max")
+        pass
+    return max(free, 2**20)
+
+
+def use_threads(num_threads: int | None) -> int:
+    """Set how many threads torch computes with on the CPU; None takes every core this process may run on."""
+    import torch
+
+    torch.set_num_threads(num_threads or num_cores())
+    return num_threads or num_cores()
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,169 @@
+"""The fork server's own process: imports once, forks a child per request, reaps and reports. Knows no kind of peer.
+
+It speaks JSON lines over the socket that its creator handed it:
+
+    -> {"start": name, "entry": "module:function", "argv": [...], "title": text, "log": path}
+    -> {"signal": name, "number": n}
+    <- {"ready": number of CUDA devices} or {"failed": text}
+    <- {"started": name, "pid": pid}, {"exited": name, "code": n} (negative: killed by that signal)
+
+Children report to the creator through one shared pipe: see `launch.reports`. When the creator is gone, however it
+went, every child is ended and the server exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+from setproctitle import setproctitle
+
+from launch.lifeline import die_with_parent, watch_pipe
+from launch.reports import PipeReports
+
+#: After the creator's death children get this long, in seconds, to end by themselves.
+ORPHAN_GRACE_S = 4.0
+
+
+class _Server:
+    def __init__(self, control: socket.socket, report_fd: int) -> None:
+        self._control = control
+        self._report_fd = report_fd
+        self._names: dict[int, str] = {}  # pid -> name
+        self._unread = b""
+        self._lifeline_r, self._lifeline_w = os.pipe()
+        self._wakeup_r, self._wakeup_w = os.pipe()
+        for fd in (self._wakeup_r, self._wakeup_w):
+            os.set_blocking(fd, False)
+
+    def serve(self) -> None:
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup_w)
+        with selectors.SelectSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._wakeup_r, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._control:
+                        if not self._read_requests():
+                            return
+                    else:
+                        os.read(self._wakeup_r, 4096)
+                        self._reap()
+
+    def tell(self, **message: Any) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._control.sendall(json.dumps(message).encode() + b"\n")
+
+    def end_children(self) -> None:
+        """The creator is gone: ask the children to end, then make them."""
+        for pid in self._names:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + ORPHAN_GRACE_S
+        while self._names and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.02)
+        for pid in self._names:
+            os.kill(pid, signal.SIGKILL)
+
+    def _read_requests(self) -> bool:
+        """Obey complete lines; False at the end of the stream."""
+        try:
+            data = self._control.recv(65536)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            return False
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if "start" in request:
+                self._start(request)
+            else:
+                self._signal(request["signal"], request["number"])
+        return True
+
+    def _start(self, request: dict[str, Any]) -> None:
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                self._become_child(request, server_pid)
+                code = _run_entry(request, self._report_fd)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+        self._names[pid] = request["start"]
+        self.tell(started=request["start"], pid=pid)
+
+    def _become_child(self, request: dict[str, Any], server_pid: int) -> None:
+        """Leave everything of the server behind except the report pipe and the lifeline."""
+        die_with_parent(server_pid)
+        os.setpgid(0, 0)  # a Ctrl-C at the terminal is for the creator, which then stops its children in order
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log_fd, 1)
+        os.dup2(log_fd, 2)
+        os.close(log_fd)
+        self._control.close()
+        for fd in (self._lifeline_w, self._wakeup_r, self._wakeup_w):
+            os.close(fd)
+        setproctitle(request["title"])
+        watch_pipe(self._lifeline_r)
+
+    def _signal(self, name: str, number: int) -> None:
+        for pid, known in self._names.items():
+            if known == name:
+                os.kill(pid, number)  # not reaped yet, so the pid is still its own
+
+    def _reap(self) -> None:
+        while self._names:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self.tell(exited=self._names.pop(pid), code=os.waitstatus_to_exitcode(status))
+
+
+def _run_entry(request: dict[str, Any], report_fd: int) -> int:
+    """Run a launcher's `main(argv, reports)` and return its exit code."""
+    module, _, function = request["entry"].partition(":")
+    main = getattr(importlib.import_module(module), function)
+    try:
+        return int(main(request["argv"], PipeReports(request["start"], report_fd)) or 0)
+    except SystemExit as error:  # argparse, after it has printed its line
+        return error.code if isinstance(error.code, int) else 1
+
+
+def serve(control_fd: int, report_fd: int, preload: str) -> None:
+    """Body of the server's process. `preload` is `module:function`, called once and returning the number of devices."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle(f"swarm fork server of {os.getppid()}")
+    with socket.socket(fileno=control_fd) as control:
+        server = _Server(control, report_fd)
+        module, _, function = preload.partition(":")
+        try:
+            num_devices = getattr(importlib.import_module(module), function)()
+        except Exception as error:
+            traceback.print_exc()
+            server.tell(failed=str(error) or type(error).__name__)
+            return
+        server.tell(ready=num_devices)
+        server.serve()
+        server.end_children()

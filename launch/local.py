@@ -1,0 +1,134 @@
+"""`launch_local`: a whole swarm on this machine - a backbone, the peers of every stage, trainers - from one command."""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.arguments import (
+    LaunchParser,
+    add_config_options,
+    add_data_options,
+    add_logging_options,
+    auto_or_positive,
+    config_overrides,
+    device_name,
+    existing_path,
+    local_path,
+    port_number,
+    positive_int,
+    size_bytes,
+)
+from launch.composing import claim_directory
+from launch.local_swarm import RUN_FILE, LocalSwarm, SwarmPlan
+from launch.logs import Announcer
+from launch.reports import NO_REPORTS, Reports
+from launch.run_files import DataPaths, RunFile, build_config, read_run_file
+from launch.runner import main_of, run_until_done
+from launch.view import Picture, view_for
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+
+PROGRAM = "launch_local"
+DEFAULT_PEERS_PER_STAGE = 2
+DEFAULT_TRAINERS = 1
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = LaunchParser(PROGRAM, "Run a whole swarm on this machine and show it. Ctrl-C leaves no process, port or "
+                                   "temporary file behind.")
+    group = parser.add_argument_group("swarm")
+    group.add_argument("--run", metavar="RUN.TOML", type=existing_path, default=None,
+                       help="the run, as TOML: fields of the configuration, paths `data`, `eval_data` and `tokenizer` "
+                       "(relative to the file), and a table [local] with peers_per_stage and trainers")
+    group.add_argument("--peers-per-stage", metavar="P", type=positive_int, default=None,
+                       help=f"stage processes per stage (default: the run file's, or {DEFAULT_PEERS_PER_STAGE})")
+    group.add_argument("--trainers", metavar="T", type=positive_int, default=None,
+                       help=f"trainer processes (default: the run file's, or {DEFAULT_TRAINERS})")
+    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_positive, default="auto",
+                       help="micro-batches under way at a time, per trainer; auto adapts to what the swarm takes")
+    group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
+                       help="where stages compute; auto spreads them over the CUDA devices, if there are any")
+    group.add_argument("--threads", metavar="N", type=positive_int, default=None,
+                       help="CPU threads per stage process (default: cores / processes, at least 1)")
+    group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
+                       help="per stage process, such as 4GiB (default: its part of half of what is free)")
+    group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
+                       help="address that all peers listen at; 0.0.0.0 lets other machines join")
+    group.add_argument("--port", metavar="PORT", type=port_number, default=0,
+                       help="port of the backbone, for TCP and UDP; 0 picks a free one")
+    group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
+                       help="logs, identities and checkpoints; naming the directory of an earlier run resumes it "
+                       "(default: runs/<UTC time>-<name>)")
+    group.add_argument("--metrics", metavar="FILE", type=local_path, default=None,
+                       help="append one JSON line per committed step to this file")
+    group.add_argument("--plain", action="store_true", help="print lines instead of the live view")
+    add_data_options(parser.add_argument_group("data"))
+    add_config_options(parser)
+    add_logging_options(parser)
+    return parser.parse(argv)
+
+
+def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
+    """Merge file, preset and command line; digests of the data are still missing from the configuration.
+
+    Raises:
+        ConfigError: one line about whatever is wrong.
+    """
+    overrides = config_overrides(options)
+    run_file = read_run_file(options.run) if options.run is not None else None
+    stored = _stored_run(options.state_dir)
+    if run_file is None and not overrides and stored is not None:
+        run_file = stored
+    config = build_config(run_file, overrides)
+    local = run_file.local if run_file else {}
+    state_dir = options.state_dir or _fresh_directory(config.name)
+    plan = SwarmPlan(
+        peers_per_stage=options.peers_per_stage or local.get("peers_per_stage", DEFAULT_PEERS_PER_STAGE),
+        trainers=options.trainers or local.get("trainers", DEFAULT_TRAINERS),
+        paths=(run_file.paths if run_file else DataPaths()).overridden_by(options),
+        state_dir=state_dir,
+        state_dir_is_new=not state_dir.exists(),
+        stored_config=stored.config_bytes if stored else None,
+        **{key: getattr(options, key) for key in (
+            "host", "port", "device", "threads", "memory_limit", "in_flight", "metrics", "log_level", "log_format"
+        )},
+    )
+    if config.min_peers_per_stage > plan.peers_per_stage:
+        raise ConfigError(f"min_peers_per_stage {config.min_peers_per_stage} is more than the {plan.peers_per_stage} "
+                          "peers per stage that are started: the run would never begin")
+    return config, plan
+
+
+def _stored_run(state_dir: Path | None) -> RunFile | None:
+    """The run that `state_dir` belongs to, if it holds one."""
+    if state_dir is None or not (state_dir / RUN_FILE).is_file():
+        return None
+    return read_run_file(state_dir / RUN_FILE)
+
+
+def _fresh_directory(name: str) -> Path:
+    stem = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}"
+    candidate, attempt = Path("runs") / stem, 1
+    while candidate.exists():
+        attempt += 1
+        candidate = Path("runs") / f"{stem}-{attempt}"
+    return candidate
+
+
+def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+    config, plan = resolve_plan(options)
+    announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
+    plain = options.plain or options.quiet or options.log_format == "json"
+    title = f"swarm run {config.name!r}: {config.model}, {config.num_stages} stages, logs in {plan.log_dir}"
+    picture = Picture(title=title, total_steps=config.total_steps)
+    claim_directory(plan.state_dir)
+    with view_for(picture, announcer, plain=plain) as view:
+        return run_until_done(LocalSwarm(config, plan, picture, view).run, serves_until_stopped=False)
+
+
+def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    return main_of(PROGRAM, parse, serve, argv, reports)

@@ -1,0 +1,295 @@
+"""The processes of a local swarm, from the first to the last: start order, who may die, clean-up, summary.
+
+Owns what a child's end means: a stage process may die and the run goes on; a trainer or the backbone may not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launch.children import Child, Children
+from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
+from launch.run_files import DataPaths, create_run, require_same
+from launch.runner import Stopper
+from launch.view import Picture, PlainView, Row
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError, SwarmError
+from swarm.base.ids import Address
+from swarm.feed.dotted import is_dotted
+
+T = TypeVar("T")
+
+#: The run's verbatim configuration, in its state directory.
+RUN_FILE = "run.json"
+#: Time for children to end by themselves, in seconds: after a finished run they may still write a checkpoint.
+GRACE_DONE_S = 30.0
+GRACE_STOPPED_S = 3.0
+_REFRESH_S = 0.25
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmPlan:
+    """What to start on this machine, beside the run itself. Fields are `launch_local`'s options."""
+
+    peers_per_stage: int
+    trainers: int
+    paths: DataPaths
+    state_dir: Path
+    #: `state_dir` did not exist before.
+    state_dir_is_new: bool
+    #: Configuration of the run that `state_dir` belongs to already.
+    stored_config: bytes | None
+    host: str
+    port: int
+    device: str
+    threads: int | None
+    memory_limit: int | None
+    in_flight: int | None
+    metrics: Path | None
+    log_level: str
+    log_format: str
+
+    @property
+    def log_dir(self) -> Path:
+        return self.state_dir / "logs"
+
+
+class LocalSwarm:
+    """Runs the swarm once."""
+
+    def __init__(self, config: RunConfig, plan: SwarmPlan, picture: Picture, view: PlainView) -> None:
+        self._config = config
+        self._plan = plan
+        self._picture = picture
+        self._view = view
+        self._began = time.monotonic()
+        self._messages: dict[str, str] = {}  # a child's own words on why it failed
+        self._serving: dict[str, asyncio.Future[Address]] = {}
+        self._children: dict[str, Child] = {}
+        self._ended: asyncio.Queue[Child] = asyncio.Queue()
+        self._step: dict[str, Any] | None = None
+        self._evaluation: tuple[int, float] | None = None
+        #: Torch-free processes come from a server that imports little, and so at once.
+        self._light = Children(plan.log_dir, self._report, preload="launch.preload:nothing", name="light_fork_server")
+        self._heavy = Children(plan.log_dir, self._report)
+
+    async def run(self, stopper: Stopper) -> None:
+        """Start everything, wait for the trainers, clean up.
+
+        Raises:
+            SwarmError: the run failed; one line with the reason and where to read more.
+        """
+        refreshing = asyncio.create_task(self._refresh())
+        self._plan.log_dir.mkdir(parents=True, exist_ok=True)
+        grace_s = GRACE_STOPPED_S
+        try:
+            await self._heavy.start()
+            await self._start_backbone()
+            await self._start_peers()
+            await self._until_trainers_are_done()
+            grace_s = GRACE_DONE_S
+        finally:
+            refreshing.cancel()
+            await asyncio.shield(asyncio.create_task(self._clean_up(grace_s)))
+        self._summarise()
+
+    # -------------------------------------------------------------------------------------------- start
+
+    async def _start_backbone(self) -> None:
+        await self._light.start()
+        plan = self._plan
+        described = await _in_daemon_thread(lambda: create_run(self._config, plan.paths))
+        config_bytes = plan.stored_config or described.to_bytes()
+        if plan.stored_config is not None:
+            require_same(plan.stored_config, described, plan.state_dir)
+        run_file = plan.state_dir / RUN_FILE
+        run_file.write_bytes(config_bytes)
+        await self._spawn(self._light, "backbone", "launch_backbone", [
+            "--run", str(run_file), "--port", str(plan.port)
+        ])
+        address = await self._first_of_serving("backbone")
+        self._backbone = Address(_LOOPBACK.get(plan.host, address.host), address.port)
+        self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}",
+                         address=str(address))
+
+    async def _start_peers(self) -> None:
+        plan, num_stages = self._plan, self._config.num_stages
+        num_devices = await self._heavy.ready()
+        num_peers = num_stages * plan.peers_per_stage
+        threads = plan.threads or max(1, num_cores() // num_peers)
+        memory = plan.memory_limit or int(available_memory() * DEFAULT_MEMORY_PART / num_peers)
+        join = ["--join", str(self._backbone)]
+        starts = []
+        for index in range(plan.peers_per_stage):
+            for stage in range(num_stages):
+                device = plan.device
+                if device == "auto":
+                    device = f"cuda:{(index * num_stages + stage) % num_devices}" if num_devices else "cpu"
+                words = ["--stage", str(stage), *join, "--port", "0", "--device", device, "--threads", str(threads)]
+                if device == "cpu" or plan.memory_limit:
+                    words += ["--memory-limit", str(memory)]
+                if is_dotted(self._config.model):
+                    words += ["--allow-import", self._config.model]
+                starts.append(self._spawn(self._heavy, f"stage-{stage}-{index}", "launch_stage", words, stage=stage))
+        for index in range(plan.trainers):
+            words = [*join, "--port", "0", *plan.paths.arguments()]
+            if plan.in_flight is not None:
+                words += ["--in-flight", str(plan.in_flight)]
+            if plan.metrics is not None and index == 0:
+                words += ["--metrics", str(plan.metrics)]
+            starts.append(self._spawn(self._heavy, f"trainer-{index}", "launch_trainer", words))
+        await asyncio.gather(*starts)
+
+    async def _spawn(
+        self, server: Children, name: str, program: str, words: Sequence[str], *, stage: int | None = None
+    ) -> None:
+        plan = self._plan
+        argv = [*words, "--host", plan.host, "--state-dir", str(plan.state_dir / name), "--log-level", plan.log_level,
+                "--log-format", plan.log_format]
+        self._picture.rows[name] = Row(role=program, stage=stage)
+        self._serving[name] = asyncio.get_running_loop().create_future()
+        entry = f"{program.replace('launch_', 'launch.')}:main"
+        child = await server.spawn(name, entry, argv, title=f"{program} {shlex.join(argv)}")
+        self._children[name] = child
+        self._picture.rows[name].pid = child.pid
+        child.ended.add_done_callback(lambda _: self._ended.put_nowait(child))
+
+    async def _first_of_serving(self, name: str) -> Address:
+        """Wait until the child serves; if it ends first, its failure is raised."""
+        serving, child = self._serving[name], self._children[name]
+        either: list[asyncio.Future[Any]] = [serving, child.ended]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            raise self._failure(child)
+        return serving.result()
+
+    # -------------------------------------------------------------------------------------------- while it runs
+
+    async def _until_trainers_are_done(self) -> None:
+        running = {name for name in self._children if name.startswith("trainer-")}
+        while running:
+            child = await self._ended.get()
+            code = child.ended.result()
+            row = self._picture.rows[child.name]
+            row.state = f"ended ({_how(code)})"
+            if child.name in running and code == 0:
+                running.discard(child.name)
+            elif not child.name.startswith("stage-") or (code > 0 and not self._serving[child.name].done()):
+                raise self._failure(child)
+            else:
+                self._lost_stage_process(child, row.stage)
+
+    def _lost_stage_process(self, child: Child, stage: int | None) -> None:
+        left = [name for name, row in self._picture.rows.items() if row.stage == stage and self._children[name].alive]
+        text = f"{child.name} (pid {child.pid}) ended: {_how(child.ended.result())}"
+        if message := self._messages.get(child.name):
+            text += f": {message}"
+        if left:
+            text += f"; stage {stage} goes on with {', '.join(left)}"
+        else:
+            text += (f"; stage {stage} has no process left here: unless a peer joins it within "
+                     f"{self._config.timing.stage_lost_s:g} s the run fails")
+        self._view.event(text)
+
+    def _report(self, name: str, report: dict[str, Any]) -> None:
+        event = report.pop("event")
+        row = self._picture.rows[name]
+        if event == "serving":
+            row.state = "serving"
+            row.detail = f"{report['host']}:{report['port']}"
+            self._serving[name].set_result(Address(report["host"], report["port"]))
+        elif event == "failed":
+            self._messages[name] = report["message"]
+        elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
+            self._step = self._picture.step = report
+            self._view.step(report)
+        elif event == "evaluation" and (self._evaluation is None or report["step"] > self._evaluation[0]):
+            self._evaluation = self._picture.evaluation = (report["step"], report["loss"])
+            self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
+
+    async def _refresh(self) -> None:
+        while True:
+            self._view.refresh()
+            await asyncio.sleep(_REFRESH_S)
+
+    # -------------------------------------------------------------------------------------------- end
+
+    def _failure(self, child: Child) -> SwarmError:
+        """One line: who, how, why as far as it said, and where to read more."""
+        code = child.ended.result()
+        why = self._messages.get(child.name) or " | ".join(child.last_words(num_lines=3)) or "it said nothing"
+        kind = ConfigError if code == 2 else SwarmError
+        return kind(f"{child.name} ended ({_how(code)}): {why}; see {child.log}")
+
+    async def _clean_up(self, grace_s: float) -> None:
+        """Afterwards no process is left. The backbone goes last, so that the others can still say goodbye to it."""
+        await self._heavy.close(grace_s=grace_s)
+        await self._light.close(grace_s=GRACE_STOPPED_S)
+        if not self._children and self._plan.state_dir_is_new:
+            shutil.rmtree(self._plan.state_dir, ignore_errors=True)  # nothing ever ran: leave no trace
+
+    def _summarise(self) -> None:
+        seconds = time.monotonic() - self._began
+        step, state_dir = self._step, self._plan.state_dir
+        done = step["step"] + 1 if step else 0
+        text = f"done: {done} steps in {seconds:.1f} s"
+        if step is not None:
+            text += f", final loss {step['loss']:.4f}"
+        if self._evaluation is not None:
+            text += f", eval loss {self._evaluation[1]:.4f}"
+        self._view.event(text, steps=done, seconds=seconds, loss=step["loss"] if step else None,
+                         eval_loss=self._evaluation[1] if self._evaluation else None)
+        newest = newest_checkpoint(state_dir, self._config.num_stages)
+        if newest is None:
+            self._view.event(f"no complete checkpoint was written; see {self._plan.log_dir}")
+        else:
+            self._view.event(f"checkpoint of step {newest} in {state_dir}", checkpoint=str(state_dir))
+            self._view.event(f"export it with: export_model --checkpoints {shlex.quote(str(state_dir))} --out exported")
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work` beside the loop, in a thread that does not keep the process when it is interrupted."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await done
+
+
+def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:
+    """The highest number of steps for which every stage has a checkpoint below `state_dir`."""
+    steps: dict[int, set[int]] = {}
+    for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
+        with contextlib.suppress(ValueError):
+            stage = int(description.parent.parent.name.removeprefix("stage-"))
+            steps.setdefault(int(description.parent.name.removeprefix("step-")), set()).add(stage)
+    return max((step for step, stages in steps.items() if len(stages) >= num_stages), default=None)
+
+
+def _how(code: int) -> str:
+    """An exit code for people."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

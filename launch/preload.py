@@ -1,0 +1,67 @@
+"""What the fork server imports once for all its children. Owns the rules that make forking afterwards safe.
+
+No thread may run, no parallel operation of torch may have run, and CUDA must be untouched when a child is forked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import threading
+
+#: Imported in this order; an import that fails stops the fork server, loudly.
+MODULES = (
+    "torch",
+    "transformers",
+    "swarm.wire.compression",
+    "models.registry",
+    "launch.stage",
+    "launch.trainer",
+    "launch.backbone",
+    "swarm.stage.executor",
+    "swarm.peer.stage_peer",
+    "swarm.peer.trainer",
+    "swarm.peer.backbone",
+    "swarm.net.http",
+    "swarm.net.kademlia_dht",
+    "swarm.feed.feed",
+)
+
+
+def nothing() -> int:
+    """For a server whose children need no torch."""
+    return 0
+
+
+def everything() -> int:
+    """Import `MODULES` and return the number of CUDA devices, without initialising CUDA.
+
+    Raises:
+        ImportError: naming the module that cannot be imported.
+        RuntimeError: an import started a thread or initialised CUDA, so that children could hang.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() would initialise the driver otherwise
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"{name} cannot be imported: {error}") from error
+    import torch
+
+    torch.set_num_threads(1)
+    num_devices = torch.cuda.device_count()
+    if num_devices == 0:
+        # The import of bitsandbytes, a second long, asks a CUDA device for its capability, which would initialise it.
+        from swarm.wire.compression import encode_tensor
+
+        encode_tensor("first", torch.zeros(1), "8bit", "input")
+    if torch.cuda.is_initialized():
+        raise RuntimeError("an import initialised CUDA: forked children could not use it")
+    if threading.active_count() > 1:
+        raise RuntimeError(f"an import started threads: {[thread.name for thread in threading.enumerate()]}")
+    logging.getLogger(__name__).debug("preloaded %d modules", len(MODULES))
+    gc.collect()
+    gc.freeze()  # children share these objects; the collector need not touch, and so copy, them
+    return num_devices

@@ -1,0 +1,162 @@
+"""What the run is: a TOML file, a preset and the command line become one `RunConfig`, and its verbatim bytes.
+
+Owns precedence (command line over file over preset) and the local paths, which never enter the configuration.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from swarm.base.config import RunConfig, parse_config, parse_config_bytes
+from swarm.base.errors import ConfigError
+from swarm.feed.dotted import is_dotted
+
+#: Keys of a run file that are this machine's business and are not part of the run.
+PATH_KEYS = ("data", "eval_data", "tokenizer")
+#: Keys of the run file's `[local]` table, for `launch_local`.
+LOCAL_KEYS = ("peers_per_stage", "trainers")
+#: Filled from the data.
+DIGEST_KEYS = ("data_digest", "tokenizer_digest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPaths:
+    """Where this machine finds the run's data (a path, or a factory's dotted path); `None` is the built-in one."""
+
+    data: str | None = None
+    eval_data: str | None = None
+    tokenizer: str | None = None
+
+    def overridden_by(self, options: Any) -> DataPaths:
+        """These paths, except where the command line (`--data`, `--eval-data`, `--tokenizer`) names others."""
+        given = {key: getattr(options, key) for key in PATH_KEYS if getattr(options, key, None) is not None}
+        return replace(self, **given)
+
+    def arguments(self) -> list[str]:
+        """The same paths as command-line words."""
+        words = []
+        for key in PATH_KEYS:
+            if (source := getattr(self, key)) is not None:
+                words += [f"--{key.replace('_', '-')}", source]
+        return words
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """A run file as read: fields of `RunConfig` (unvalidated), local paths, and the `[local]` table."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    paths: DataPaths = DataPaths()
+    local: Mapping[str, Any] = field(default_factory=dict)
+    #: The verbatim bytes, if the file is a run's own configuration (`run.json`) rather than TOML.
+    config_bytes: bytes | None = None
+
+
+def read_run_file(path: Path) -> RunFile:
+    """Read a TOML run file, or the `run.json` that a run keeps of itself.
+
+    Raises:
+        ConfigError: unreadable, malformed, an unknown key, or a data path that does not exist.
+    """
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".json":
+            return RunFile(path=path, fields=parse_config_bytes(content).model_dump(mode="json"), config_bytes=content)
+        table = tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    known = set(RunConfig.model_fields) | set(PATH_KEYS) | {"local"}
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}")
+    paths = DataPaths(**{key: _data_path(path, key, table.pop(key)) for key in PATH_KEYS if key in table})
+    return RunFile(path=path, fields=table, local=_local_table(path, table.pop("local", {})), paths=paths)
+
+
+def _data_path(run_file: Path, key: str, value: Any) -> str:
+    """A path of a run file, relative to the file's own directory; a dotted path stays as it is."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{run_file}: {key}: a path is a string")
+    if is_dotted(value):
+        return value
+    path = run_file.parent / Path(value).expanduser()
+    if not path.exists():
+        raise ConfigError(f"{run_file}: {key}: {path}: no such file or directory")
+    return str(path)
+
+
+def _local_table(run_file: Path, table: Any) -> dict[str, int]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{run_file}: local: must be a table")
+    for key, value in table.items():
+        if key not in LOCAL_KEYS:
+            raise ConfigError(f"{run_file}: unknown key 'local.{key}'")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{run_file}: local.{key}: {value!r} is not a whole number of at least 1")
+    return dict(table)
+
+
+def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunConfig:
+    """Merge and validate; the digests of the data are still those of the file, or empty.
+
+    Raises:
+        ConfigError: one line naming where the value came from, the field, and what is wrong.
+    """
+    merged = dict(run_file.fields) if run_file else {}
+    for key, value in overrides.items():
+        base = merged.get(key)
+        if key == "timing" and isinstance(base, str):
+            base = {"preset": base}
+        merged[key] = {**base, **value} if isinstance(base, dict) and isinstance(value, dict) else value
+    sources = [str(run_file.path)] if run_file else []
+    if overrides or not sources:
+        sources.append("command line")
+    return parse_config(merged, where=" with ".join(sources))
+
+
+def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
+    """`config` with the digests of this machine's data and tokenizer, and a vocabulary that holds the tokenizer's.
+
+    Reads the data; may take seconds.
+
+    Raises:
+        ConfigError: the data is unusable, or is not the data whose digest the configuration states.
+    """
+    from swarm.feed.feed import describe_data
+
+    described = describe_data(config, paths.data, paths.eval_data, paths.tokenizer)
+    for key in DIGEST_KEYS:
+        stated = getattr(config, key)
+        if stated and key in described and stated != described[key]:
+            raise ConfigError(f"{key}: the run states {stated[:12]}.., the data here has {str(described[key])[:12]}..")
+    vocab_size = described.pop("vocab_size")
+    fields = {**config.model_dump(), **described}
+    if paths.tokenizer is not None and not is_dotted(config.model):
+        stated = config.model_options.get("vocab_size", vocab_size)
+        if stated < vocab_size:
+            raise ConfigError(f"model_options.vocab_size {stated}: the tokenizer {paths.tokenizer} has {vocab_size} tokens")
+        fields["model_options"] = {**config.model_options, "vocab_size": stated}
+    return RunConfig(**fields)
+
+
+def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
+    """A state directory belongs to one run.
+
+    Raises:
+        ConfigError: naming the first field in which `config` differs from the run stored in `where`.
+    """
+    if stored == config.to_bytes():
+        return
+    old = parse_config_bytes(stored)
+    differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
+    what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
+    raise ConfigError(f"{where} holds {what}; choose another --state-dir, or repeat the options it was started with")

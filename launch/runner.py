@@ -1,0 +1,136 @@
+"""From a launcher's `main` to its exit code: signals, errors as one line, one event loop. Knows no kind of peer.
+
+Exit codes: 0 done, 1 failed, 2 usage or configuration, 130 interrupted (Ctrl-C), 143 terminated before it was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from launch.arguments import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from launch.logs import configure_logging
+from launch.reports import NO_REPORTS, Reports
+from swarm.base.errors import ConfigError, SwarmError
+
+#: A peer that was told to stop gets this long, in seconds, before its remaining tasks are dropped.
+CLOSE_TIMEOUT_S = 10.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_log = logging.getLogger(__name__)
+
+
+class RunsUntilStopped(Protocol):
+    """What every role of a peer offers to its launcher."""
+
+    async def start(self) -> None: ...
+    async def run(self) -> None: ...
+    async def close(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def main_of(
+    program: str,
+    parse: Callable[[Sequence[str]], Namespace],
+    work: Callable[[Namespace, list[str], Reports], int],
+    argv: Sequence[str] | None,
+    reports: Reports = NO_REPORTS,
+) -> int:
+    """Body of a launcher's `main`: `work(options, argv, reports)`; every error becomes one line and an exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parse(words)
+    configure_logging(options.log_format, options.log_level, quiet=options.quiet)
+    try:
+        return work(options, words, reports)
+    except ConfigError as error:
+        code, text = EXIT_USAGE, str(error)
+    except SwarmError as error:
+        code, text = EXIT_FAILED, str(error)
+    except KeyboardInterrupt:
+        code, text = 128 + signal.SIGINT, "interrupted"
+    except Exception as error:
+        code, text = EXIT_FAILED, f"{type(error).__name__}: {error} (--log-level debug shows where)"
+    line = " ".join(text.split())
+    _log.debug("failed", exc_info=True)
+    print(f"{program}: {line}", file=sys.stderr, flush=True)
+    reports.failed(line)
+    return code
+
+
+class Stopper:
+    """Turns the first stop signal into a call of `on_stop`, and the second into an immediate exit."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.on_stop: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def installed(self) -> Any:
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._handle, number)
+        try:
+            yield self
+        finally:
+            for number in _STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _handle(self, number: signal.Signals) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+        self.on_stop()
+
+    def exit_code(self, *, serves_until_stopped: bool) -> int:
+        """0 without a signal, and for a server that was asked to end; else 128 + signal."""
+        if self.received is None or (serves_until_stopped and self.received == signal.SIGTERM):
+            return EXIT_DONE
+        return 128 + self.received
+
+
+def run_peer(
+    build: Callable[[], Awaitable[tuple[RunsUntilStopped, Callable[[], None]]]], *, serves_until_stopped: bool
+) -> int:
+    """Run a peer until it is done or a signal stops it, and close it. Returns the exit code.
+
+    `build` gives the peer and what to call once it serves. Role modules that are slow to import are imported there.
+    """
+
+    async def work(stopper: Stopper) -> None:
+        peer, on_ready = await build()
+        try:
+            await peer.start()
+            on_ready()
+            stopper.on_stop = peer.stop
+            await peer.run()
+        finally:
+            try:
+                await asyncio.wait_for(peer.close(), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                _log.warning("closing took over %.0f s; what was left is dropped", CLOSE_TIMEOUT_S)
+
+    return run_until_done(work, serves_until_stopped=serves_until_stopped)
+
+
+def run_until_done(work: Callable[[Stopper], Coroutine[Any, Any, None]], *, serves_until_stopped: bool) -> int:
+    """Run `work` on a fresh loop. Until it sets `on_stop` itself, a signal cancels it. Returns the exit code."""
+
+    async def main() -> int:
+        stopper = Stopper()
+        with stopper.installed():
+            task = asyncio.ensure_future(work(stopper))
+            stopper.on_stop = task.cancel
+            try:
+                await task
+            except asyncio.CancelledError:
+                if stopper.received is None:
+                    raise
+            return stopper.exit_code(serves_until_stopped=serves_until_stopped)
+
+    return asyncio.run(main())

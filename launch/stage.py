@@ -1,0 +1,106 @@
+"""`launch_stage`: a peer that serves one stage of a run."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from launch.arguments import (
+    LaunchParser,
+    add_logging_options,
+    add_network_options,
+    add_run_options,
+    auto_or_count,
+    device_name,
+    positive_int,
+    size_bytes,
+)
+from launch.logs import Announcer
+from launch.reports import NO_REPORTS, Reports
+from launch.runner import main_of, run_peer
+from swarm.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swarm.peer.context import PeerContext
+    from swarm.peer.stage_peer import StagePeer
+
+PROGRAM = "launch_stage"
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = LaunchParser(PROGRAM, "Serve one stage of a run: compute its micro-batches, average with its other peers.")
+    add_run_options(parser)
+    group = parser.add_argument_group("stage")
+    group.add_argument("--stage", metavar="auto|N", type=_stage, default="auto",
+                       help="stage to serve; auto takes the one with the fewest live peers")
+    group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
+                       help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
+    group.add_argument("--threads", metavar="N", type=positive_int, default=None,
+                       help="threads to compute with on the CPU (default: every core)")
+    group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
+                       help="for saved activations and queued requests, such as 4GiB (default: half of what is free)")
+    group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
+                       help="a model of the user's own that this machine may import if the joined run names it")
+    add_network_options(parser)
+    add_logging_options(parser)
+    return parser.parse(argv)
+
+
+def _stage(text: str) -> int | None:
+    try:
+        return auto_or_count(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r} is neither auto nor the number of a stage") from None
+
+
+def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+    from launch.composing import announce, compose
+    from launch.devices import available_memory
+
+    announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
+
+    async def build() -> tuple[StagePeer, Callable[[], None]]:
+        context, _ = await compose(options, "stage", max_inflight_bytes=options.memory_limit or available_memory() // 4)
+        stage = await _choose(options.stage, context)
+        peer = _build_peer(context, stage, options)
+        words = [*argv, "--stage", str(stage)] if options.stage is None else argv
+        return peer, lambda: announce(PROGRAM, words, context, f"stage {stage}", announcer, reports)
+
+    return run_peer(build, serves_until_stopped=True)
+
+
+async def _choose(wanted: int | None, context: PeerContext) -> int:
+    num_stages = context.config.num_stages
+    if wanted is None:
+        from launch.stage_choice import least_served_stage
+
+        return await least_served_stage(context)
+    if wanted >= num_stages:
+        raise ConfigError(f"--stage {wanted}: the run has stages 0..{num_stages - 1}")
+    return wanted
+
+
+def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePeer:
+    """Import what computes, seconds long, and put the peer together."""
+    from launch.devices import default_memory_limit, resolve_device, use_threads
+    from models.registry import factory_of
+    from swarm.peer.stage_peer import StagePeer
+    from swarm.stage.executor import ThreadExecutor
+
+    use_threads(options.threads)
+    may_import = options.run is not None or options.allow_import == context.config.model
+    device = resolve_device(options.device)
+    return StagePeer(
+        context,
+        stage=stage,
+        factory=factory_of(context.config, may_import=may_import),
+        executor=ThreadExecutor(),
+        device=device,
+        state_dir=options.state_dir,
+        memory_limit_bytes=options.memory_limit or default_memory_limit(device),
+    )
+
+
+def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    return main_of(PROGRAM, parse, serve, argv, reports)

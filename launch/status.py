@@ -1,0 +1,113 @@
+"""`swarm_status HOST:PORT`: what a peer knows of its run, as a table or as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_seconds
+from launch.reports import NO_REPORTS, Reports
+from launch.runner import main_of
+from swarm.base.errors import SwarmError
+from swarm.base.ids import Address
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from swarm.net.transport import Transport
+    from swarm.wire.messages import StatusReply
+
+PROGRAM = "swarm_status"
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = LaunchParser(PROGRAM, "Show the run that a peer belongs to: its stages, their peers, and what each does.")
+    parser.add_argument("address", metavar="HOST:PORT", type=peer_address, help="any peer of the run")
+    parser.add_argument("--timeout", metavar="SECONDS", type=positive_seconds, default=5.0,
+                        help="wait this long for each peer, in seconds")
+    add_logging_options(parser)
+    return parser.parse(argv)
+
+
+async def ask(transport: Transport, address: Address, *, timeout_s: float) -> StatusReply:
+    """How the peer at `address` is.
+
+    Raises:
+        SwarmError: it does not answer, or answers something else; the text names the address.
+    """
+    from swarm.wire.framing import Frame
+    from swarm.wire.messages import Status, StatusReply
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            reply = (await transport.call(address, Frame(Status()), stall_s=timeout_s)).message
+    except TimeoutError:
+        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)") from None
+    if not isinstance(reply, StatusReply):
+        raise SwarmError(f"{address} answered {reply.kind}, not its status")
+    return reply
+
+
+async def ask_all(address: Address, *, timeout_s: float) -> tuple[StatusReply, dict[Address, StatusReply | str]]:
+    """The status of the peer at `address`, and of every stage peer it knows (or why it did not answer).
+
+    Raises:
+        SwarmError: the first peer does not answer.
+    """
+    from swarm.net.http import HttpTransport
+
+    transport = HttpTransport(connect_s=timeout_s)
+
+    async def one(other: Address) -> StatusReply | str:
+        try:
+            return await ask(transport, other, timeout_s=timeout_s)
+        except SwarmError as error:
+            return str(error)
+
+    try:
+        first = await ask(transport, address, timeout_s=timeout_s)
+        others = list(dict.fromkeys(Address(m.host, m.port) for members in first.stages for m in members))
+        return first, dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
+    finally:
+        await transport.close()
+
+
+def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Table:
+    """One row per stage peer, and one for the peer that was asked."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"step {first.step + 1}, head {first.head[:12] or '-'}", title_justify="left")
+    for heading in ("stage", "peer", "address", "role", "state", "step", "head", ""):
+        table.add_column(heading)
+    known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}
+    rows: dict[Address, StatusReply | str] = {Address(first.member.host, first.member.port): first}
+    for address, reply in {**rows, **others}.items():
+        stage = known.get(address, "-")
+        if isinstance(reply, str):
+            table.add_row(stage, "", str(address), "", Text("silent", style="red"), "", "", Text(reply))
+            continue
+        detail = ", ".join(f"{key} {value}" for key, value in sorted(reply.detail.items()))
+        table.add_row(stage, reply.member.peer[:12], Text(str(address)), reply.role, Text(reply.state),
+                      str(reply.step + 1), Text(reply.head[:12]), Text(detail))
+    return table
+
+
+def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+    first, others = asyncio.run(ask_all(options.address, timeout_s=options.timeout))
+    if options.log_format == "json":
+        replies = [first, *(reply for reply in others.values() if not isinstance(reply, str))]
+        silent = [str(address) for address, reply in others.items() if isinstance(reply, str)]
+        print(json.dumps({"peers": [reply.model_dump(mode="json") for reply in replies], "silent": silent}))
+    else:
+        from rich.console import Console
+
+        Console().print(table_of(first, others))
+    return EXIT_DONE
+
+
+def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    return main_of(PROGRAM, parse, serve, argv, reports)

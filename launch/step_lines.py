@@ -1,0 +1,14 @@
+"""A committed step as a line for people; `launch_trainer` and `launch_local` print the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def step_text(line: Mapping[str, Any], total_steps: int) -> str:
+    """`line` is `StepReport.json_line()`; for people steps count from 1."""
+    text = (f"step {line['step'] + 1}/{total_steps} loss {line['loss']:.4f} tokens/s {line['tokens_per_s']:.0f} "
+            f"seconds {line['seconds']:.2f} grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} "
+            f"peers {line['peers']} retries {line['retries']}")
+    return text + " skipped" if line["skipped"] else text

@@ -1,0 +1,85 @@
+"""`launch_trainer`: a peer that feeds data through the stages until the last step has committed."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from launch.arguments import (
+    LaunchParser,
+    add_data_options,
+    add_logging_options,
+    add_network_options,
+    add_run_options,
+    auto_or_positive,
+    local_path,
+    positive_int,
+)
+from launch.devices import available_memory
+from launch.logs import Announcer
+from launch.metrics import MetricsFile
+from launch.reports import NO_REPORTS, Reports
+from launch.runner import main_of, run_peer
+from launch.step_lines import step_text
+
+if TYPE_CHECKING:
+    from swarm.peer.trainer import Evaluation, StepReport, Trainer
+
+PROGRAM = "launch_trainer"
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = LaunchParser(PROGRAM, "Feed a run: send micro-batches through its stages until the last step has committed.")
+    add_run_options(parser)
+    group = parser.add_argument_group("training")
+    add_data_options(group)
+    group.add_argument("--steps", metavar="N", type=positive_int, default=None,
+                       help="leave after this many steps (default: stay until the run's last has committed)")
+    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_positive, default="auto",
+                       help="micro-batches under way at a time; auto adapts to what the swarm takes")
+    group.add_argument("--metrics", metavar="FILE", type=local_path, default=None,
+                       help="append one JSON line per committed step to this file")
+    add_network_options(parser)
+    add_logging_options(parser)
+    return parser.parse(argv)
+
+
+def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+    from launch.composing import announce, compose
+    from swarm.feed.feed import open_feed
+    from swarm.peer.trainer import Trainer
+
+    announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
+    metrics = MetricsFile(options.metrics)
+
+    async def build() -> tuple[Trainer, Callable[[], None]]:
+        context, run = await compose(options, "trainer", max_inflight_bytes=available_memory() // 4)
+        paths = run.paths.overridden_by(options)
+        total_steps = context.config.total_steps
+
+        def on_step(report: StepReport) -> None:
+            line = report.json_line()
+            metrics.append(line)
+            announcer.line(step_text(line, total_steps), **line)
+            reports.send("step", **line)
+
+        def on_evaluation(evaluation: Evaluation) -> None:
+            values = dataclasses.asdict(evaluation)
+            announcer.line(f"evaluation at step {evaluation.step}: loss {evaluation.loss:.4f}", **values)
+            reports.send("evaluation", step=evaluation.step, loss=evaluation.loss)
+
+        feed = open_feed(context.config, paths.data, paths.eval_data, paths.tokenizer)
+        trainer = Trainer(context, feed=feed, num_steps=options.steps, in_flight=options.in_flight, on_step=on_step,
+                          on_evaluation=on_evaluation)
+        return trainer, lambda: announce(PROGRAM, argv, context, "data", announcer, reports)
+
+    try:
+        return run_peer(build, serves_until_stopped=False)
+    finally:
+        metrics.close()
+
+
+def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    return main_of(PROGRAM, parse, serve, argv, reports)

@@ -1,0 +1,42 @@
+"""Named models. Owns their sizes; imports transformers only when one is built.
+
+Any field of the Hugging Face configuration can be overridden through `RunConfig.model_options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from swarm.base.config import RunConfig
+
+if TYPE_CHECKING:
+    from models.causal_lm import CausalLMFactory
+
+#: Bytes as tokens; sized so that 60 steps with the defaults of `RunConfig` cost less than a minute of one CPU core.
+LLAMA_TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 96, "num_hidden_layers": 6, "intermediate_size": 256,
+    "num_attention_heads": 4, "initializer_range": 0.08, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+#: 26M parameters: large enough that compute, not Python, decides a benchmark.
+LLAMA_SMALL: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408,
+    "num_attention_heads": 8, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def _causal_lm(**defaults: Any) -> Callable[[RunConfig], CausalLMFactory]:
+    def build(config: RunConfig) -> CausalLMFactory:
+        from models.causal_lm import CausalLMFactory
+
+        return CausalLMFactory(config, {**defaults, **config.model_options})
+
+    return build
+
+
+#: `causal-lm` takes everything from `model_options`: `model_type` (llama, qwen3, ...) and fields of its configuration.
+PRESETS: dict[str, Callable[[RunConfig], CausalLMFactory]] = {
+    "llama-tiny": _causal_lm(**LLAMA_TINY),
+    "llama-small": _causal_lm(**LLAMA_SMALL),
+    "causal-lm": _causal_lm(),
+}

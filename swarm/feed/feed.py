@@ -1,0 +1,78 @@
+"""The trainer's source of batches: ticket -> arrays. Owns the check that it is the run's data; must not know peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+from swarm.base.ids import Ticket
+from swarm.feed.datasets import Batch, Dataset, open_dataset
+from swarm.feed.order import sample_indices
+from swarm.feed.tokenizers import open_tokenizer
+
+__all__ = ["Batch", "Feed", "describe_data", "open_feed"]
+
+
+class Feed:
+    """Batches of one run. Holds the data in memory; every call gives fresh arrays."""
+
+    def __init__(self, config: RunConfig, dataset: Dataset) -> None:
+        self._config = config
+        self._dataset = dataset
+        self.data_digest: str = dataset.digest()
+        self.num_samples: int = len(dataset.train)
+
+    def batch(self, ticket: Ticket) -> Batch:
+        """The micro-batch that `ticket` names: a function of the ticket, the run and its data alone."""
+        return self._dataset.train.take(sample_indices(ticket, self._config, self.num_samples))
+
+    def eval_batches(self) -> list[Batch]:
+        """The first `eval_samples` held-out samples, or all if there are fewer; the last batch may be short."""
+        samples = self._dataset.evaluation
+        total = 0 if samples is None else min(len(samples), self._config.eval_samples)
+        size = self._config.micro_batch_size
+        starts = range(0, total, size)
+        return [samples.take(np.arange(start, min(start + size, total))) for start in starts] if samples else []
+
+
+def open_feed(config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None) -> Feed:
+    """The feed of a run from local paths: see `swarm.feed.datasets` for what `data` and `eval_data` may be.
+
+    Raises:
+        ConfigError: if the data or the tokenizer cannot be read, or is not that of the run.
+    """
+    encoder = open_tokenizer(tokenizer)
+    _require_same("tokenizer", tokenizer or "byte-level", encoder.digest, config.tokenizer_digest)
+    feed = Feed(config, open_dataset(config, data, eval_data, encoder))
+    _require_same("data", data or "builtin", feed.data_digest, config.data_digest)
+    return feed
+
+
+def describe_data(config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None) -> dict[str, Any]:
+    """What a run's creator writes into its `RunConfig`, under its field names, and the vocabulary's size.
+
+    Returns:
+        `dataset`, `data_digest`, `tokenizer_digest` (str) and `vocab_size` (int).
+
+    Raises:
+        ConfigError: if the data or the tokenizer cannot be read.
+    """
+    encoder = open_tokenizer(tokenizer)
+    dataset = open_dataset(config, data, eval_data, encoder)
+    return {
+        "dataset": dataset.name,
+        "data_digest": dataset.digest(),
+        "tokenizer_digest": encoder.digest,
+        "vocab_size": encoder.vocab_size,
+    }
+
+
+def _require_same(what: str, source: str, digest: str, expected: str) -> None:
+    if expected and digest != expected:
+        raise ConfigError(
+            f"{what} {source} is not the run's: its digest is {digest[:12]}, the run has {expected[:12]}; "
+            f"give the same {what} as the run's creator"
+        )

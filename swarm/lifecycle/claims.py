@@ -1,0 +1,87 @@
+"""A stage leader's book of claims for one step and term. Pure; the leader's shell asks holders to give claims back.
+
+Invariant: at most one member holds the claim on a ticket, and a ticket in a member's ledger stays that member's until
+the member is struck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from swarm.wire.messages import Member, Seal, Term
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`granted`, `denied` for good, or `conflict`: ask `holder` to give its unused claim back first."""
+
+    verdict: Literal["granted", "denied", "conflict"]
+    reason: str = ""
+    holder: Member | None = None
+
+
+class ClaimBook:
+    """Who may accumulate, or has accumulated, each ticket of one step at one stage."""
+
+    def __init__(self, step: int, term: Term, members: Iterable[Member]) -> None:
+        self.step = step
+        self.term = term
+        self.members: dict[Key, Member] = {member.key: member for member in members}
+        self.struck: dict[Key, Member] = {}
+        self._holder: dict[int, Key] = {}
+        self._ledgered: set[int] = set()
+
+    def load(self, seals: Iterable[Seal]) -> None:
+        """Take over the ledgers that a collection returned; unused claims from before are void.
+
+        A ticket that two ledgers hold would be counted twice, so the later member is struck.
+        """
+        self._holder.clear()
+        self._ledgered.clear()
+        for seal in seals:
+            indexes = (*seal.ledger, *seal.overflow)
+            if any(index in self._ledgered for index in indexes):
+                self.struck[seal.member.key] = seal.member
+                continue
+            for index in indexes:
+                self._holder[index] = seal.member.key
+                self._ledgered.add(index)
+
+    def ask(self, member: Member, index: int) -> Answer:
+        """One member asks for one ticket."""
+        if member.key not in self.members:
+            return Answer("denied", "not a member of this stage in this step")
+        if member.key in self.struck:
+            return Answer("denied", "struck for this step")
+        holder = self._holder.get(index)
+        if holder is None:
+            self._holder[index] = member.key
+            return Answer("granted")
+        if index in self._ledgered:
+            return Answer("denied", "already in a ledger")
+        if holder == member.key:
+            return Answer("granted")
+        return Answer("conflict", "claimed by another member", self.members[holder])
+
+    def give_back(self, index: int, holder: Member) -> None:
+        """`holder` gave its unused claim back."""
+        if self._holder.get(index) == holder.key and index not in self._ledgered:
+            del self._holder[index]
+
+    def mark_held(self, index: int, holder: Member) -> None:
+        """`holder` said that the ticket is in its ledger."""
+        if self._holder.get(index) == holder.key:
+            self._ledgered.add(index)
+
+    def strike(self, member: Member) -> list[int]:
+        """Exclude a member for this step and free its tickets; returns them."""
+        self.struck[member.key] = member
+        freed = sorted(index for index, key in self._holder.items() if key == member.key)
+        for index in freed:
+            del self._holder[index]
+            self._ledgered.discard(index)
+        return freed

@@ -1,0 +1,83 @@
+"""The commit record: heads, the genesis record, and the pure decision that ends a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+from swarm.base.config import RunConfig
+from swarm.base.errors import InternalError
+from swarm.base.ids import Ballot, Head, RunId
+from swarm.wire.messages import CommitRecord, Member, StageResult
+
+Members = tuple[tuple[Member, ...], ...]
+
+
+def head_of(previous: Head, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> Head:
+    """Names one version of the whole model: a hash over the previous head and what this step did to it."""
+    content = [previous, step, list(digests), clip_coefficient.hex(), skipped]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def genesis_head(run: RunId) -> Head:
+    """The head of the initial values, which are a function of the configuration alone."""
+    return hashlib.sha256(b"genesis\0" + run.encode()).hexdigest()
+
+
+def genesis_record(run: RunId, ballot: Ballot, members: Members) -> CommitRecord:
+    return CommitRecord(run=run, step=-1, head=genesis_head(run), ballot=ballot, members=members)
+
+
+def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
+    """As `torch.nn.utils.clip_grad_norm_` computes it."""
+    return min(1.0, max_grad_norm / (grad_norm + 1e-6))
+
+
+def decide(
+    config: RunConfig,
+    previous: CommitRecord,
+    results: Sequence[StageResult],
+    *,
+    ballot: Ballot,
+    members: Members,
+    learning_rate: float,
+    reopened: int = 0,
+) -> CommitRecord:
+    """The record of the step after `previous`; its head is a function of `previous.head` and the averages alone.
+
+    Raises:
+        InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens
+            (promise 1 is checked here, before anything is decided).
+    """
+    step = previous.step + 1
+    for stage, result in enumerate(results):
+        if result.num_tickets != config.tickets_per_step:
+            raise InternalError(
+                f"step {step}, stage {stage}: {result.num_tickets} tickets instead of {config.tickets_per_step}"
+            )
+    overflow = any(result.num_overflow for result in results)
+    tokens = results[0].tokens
+    if not overflow and any(result.tokens != tokens for result in results):
+        raise InternalError(f"step {step}: stages disagree on tokens: {[result.tokens for result in results]}")
+    norm = math.sqrt(math.fsum(result.sum_squares for result in results)) / tokens if tokens else 0.0
+    skipped = overflow or tokens == 0 or not math.isfinite(norm)
+    coefficient = 1.0 if skipped else clip_coefficient(norm, config.max_grad_norm)
+    digests = [result.average_digest for result in results]
+    return CommitRecord(
+        run=previous.run,
+        step=step,
+        head=head_of(previous.head, step, digests, coefficient, skipped),
+        previous_head=previous.head,
+        ballot=ballot,
+        members=members,
+        results=tuple(results),
+        tokens=tokens,
+        loss_sum=results[-1].loss_sum,
+        grad_norm=norm if math.isfinite(norm) else 0.0,
+        clip_coefficient=coefficient,
+        learning_rate=learning_rate,
+        skipped=skipped,
+        reopened=reopened,
+    )

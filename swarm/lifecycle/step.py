@@ -1,0 +1,119 @@
+"""The life of one optimizer step at one stage peer: a table, and the ledger with its claims.
+
+A `Ledger` is written by the compute thread alone (`add`, `collect`, `revoke`, `discard` run as its jobs), so that
+"check the claim, add the gradient, mark the ticket" and "freeze" never interleave. `grant` may come from any thread: a
+claim carries the term that granted it and is void once the ledger has been collected for another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.base.errors import InternalError
+from swarm.lifecycle.table import Table
+from swarm.wire.messages import Member, Seal, Term
+
+#: open: tickets may be accumulated. frozen: sealed for an attempt. averaging: the all-reduce runs. prepared: the average
+#: of the attempt is held. committed: the record decided.
+STEP = Table(
+    "step",
+    "open",
+    {
+        ("open", "open"): "open",
+        ("open", "freeze"): "frozen",
+        ("frozen", "open"): "open",
+        ("frozen", "freeze"): "frozen",
+        ("frozen", "reduce"): "averaging",
+        ("averaging", "open"): "open",
+        ("averaging", "freeze"): "frozen",
+        ("averaging", "fail"): "frozen",
+        ("averaging", "hold"): "prepared",
+        ("prepared", "open"): "open",
+        ("prepared", "freeze"): "frozen",
+        ("open", "commit"): "committed",
+        ("frozen", "commit"): "committed",
+        ("averaging", "commit"): "committed",
+        ("prepared", "commit"): "committed",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one ticket added: its token count and the sum of its losses (0 except at the last stage)."""
+
+    tokens: int
+    loss_sum: float
+
+
+class Ledger:
+    """The tickets whose gradient is inside a peer's accumulator of one step, and the claims it may still use.
+
+    Invariant: a ticket is in `entries` or in `overflow`, never in both, and at most once.
+    Invariant: nothing is added unless the state is open and the ticket's claim is of the current term.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.state = STEP.initial
+        self.term = Term()
+        self.entries: dict[int, Entry] = {}
+        self.overflow: set[int] = set()
+        self._claims: dict[int, tuple[int, str, int]] = {}
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.entries or index in self.overflow
+
+    def grant(self, index: int, term: Term) -> None:
+        """Note the leader's permission; it counts only while `term` is the ledger's."""
+        self._claims[index] = term.order
+
+    def may_add(self, index: int) -> bool:
+        return self.state == "open" and index not in self and self._claims.get(index) == self.term.order
+
+    def add(self, index: int, entry: Entry, *, overflow: bool = False) -> None:
+        """Mark `index` as accumulated (or as overflow), in the same job that added its gradient."""
+        if not self.may_add(index):
+            raise InternalError(f"step {self.step}: ticket {index} may not be added in state {self.state}")
+        if overflow:
+            self.overflow.add(index)
+        else:
+            self.entries[index] = entry
+        self._claims.pop(index, None)
+
+    def revoke(self, index: int) -> bool:
+        """Void an unused claim; True if the ticket is already held, so that the claim stays."""
+        self._claims.pop(index, None)
+        return index in self
+
+    def collect(self, term: Term, *, freeze: bool) -> None:
+        """Void unused claims and move to the attempt `term`, open or frozen.
+
+        Raises:
+            InternalError: if the term is lower than one seen before, or the step has committed.
+        """
+        if term.order < self.term.order:
+            raise InternalError(f"step {self.step}: term {term.order} is below {self.term.order}")
+        self.state = STEP.next(self.state, "freeze" if freeze else "open")
+        self.term = term
+        self._claims.clear()
+
+    def discard(self) -> None:
+        """A backward failed halfway: nothing of this accumulator counts, and no claim from before does."""
+        self.entries.clear()
+        self.overflow.clear()
+        self._claims.clear()
+
+    def move(self, event: str) -> None:
+        self.state = STEP.next(self.state, event)
+
+    def seal(self, member: Member, head: str, state_digest: str) -> Seal:
+        return Seal(
+            member=member,
+            ledger=tuple(sorted(self.entries)),
+            overflow=tuple(sorted(self.overflow)),
+            tokens=sum(entry.tokens for entry in self.entries.values()),
+            loss_sum=sum(self.entries[index].loss_sum for index in sorted(self.entries)),
+            head=head,
+            state_digest=state_digest,
+        )

@@ -1,0 +1,86 @@
+"""The coordinator's soft state of one step: which tickets are free, leased or done. Pure; gets `now` as an argument.
+
+No safety rests on it: a ticket leased twice is accumulated once, because claims and seals say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Key = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Lease:
+    trainer: Key
+    until: float
+
+
+class TicketPool:
+    """Tickets `0..num_tickets-1` of one step.
+
+    Invariant: each ticket is in exactly one of free, leased, done.
+    """
+
+    def __init__(self, step: int, num_tickets: int) -> None:
+        self.step = step
+        self.num_tickets = num_tickets
+        self._free: dict[int, None] = dict.fromkeys(range(num_tickets))
+        self._leased: dict[int, _Lease] = {}
+        self._done: set[int] = set()
+
+    def lease(self, trainer: Key, want: int, *, now: float, lease_s: float) -> list[int]:
+        """Hand out up to `want` free tickets, lowest index first."""
+        taken = sorted(self._free)[:want]
+        for index in taken:
+            del self._free[index]
+            self._leased[index] = _Lease(trainer, now + lease_s)
+        return taken
+
+    def renew(self, trainer: Key, holding: Iterable[int], *, now: float, lease_s: float) -> None:
+        """A trainer says what it works on: leases live on, and those a new coordinator did not know are noted."""
+        held = set(holding)
+        for index in held:
+            lease = self._leased.get(index)
+            if lease is not None and lease.trainer == trainer:
+                lease.until = now + lease_s
+            elif index in self._free:
+                del self._free[index]
+                self._leased[index] = _Lease(trainer, now + lease_s)
+
+    def done(self, index: int) -> None:
+        """A trainer got the ticket's result back."""
+        if 0 <= index < self.num_tickets:
+            self._free.pop(index, None)
+            self._leased.pop(index, None)
+            self._done.add(index)
+
+    def free(self, indexes: Iterable[int]) -> None:
+        """These must be computed (again): a seal did not cover them."""
+        for index in indexes:
+            self._leased.pop(index, None)
+            self._done.discard(index)
+            self._free[index] = None
+
+    def expire(self, now: float) -> list[int]:
+        """Free the leases of trainers that are silent; returns the tickets."""
+        late = sorted(index for index, lease in self._leased.items() if lease.until <= now)
+        self.free(late)
+        return late
+
+    def drop_trainer(self, trainer: Key) -> None:
+        self.free([index for index, lease in self._leased.items() if lease.trainer == trainer])
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._leased)
+
+    @property
+    def complete(self) -> bool:
+        """Every ticket was reported done; whether the stages hold them is for the seals to say."""
+        return len(self._done) == self.num_tickets

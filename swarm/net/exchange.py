@@ -1,0 +1,204 @@
+"""What both transports share: how long a caller waits, what a server admits, and how a handler's failure is told.
+
+`Patience` and `Admission` are pure (`now` is an argument). Must not know sockets, aiohttp or any message but `Refusal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from swarm.base.errors import LinkBroken, RemoteRefused, Stalled
+from swarm.net.transport import Handler, Progress
+from swarm.wire.framing import Frame, encode_head
+from swarm.wire.messages import Refusal
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+#: A transfer moves if it brings at least this many bytes in any `window_s`.
+MOVING_BYTES = 16 * 2**10
+MOVING_WINDOW_S = 30.0
+#: Frames are written in pieces of this size; shorter runs of small tensors are joined.
+CHUNK_BYTES = 256 * 2**10
+_SMALL_BYTES = 16 * 2**10
+
+
+class Patience:
+    """When to stop waiting: nothing advanced for `stall_s`, or an open transfer brought too little in `window_s`.
+
+    Nothing is due before the first `open`: until then the connection's own deadline holds.
+    """
+
+    def __init__(self, *, stall_s: float, window_s: float = MOVING_WINDOW_S) -> None:
+        self._stall_s = stall_s
+        self._window_s = window_s
+        self._advanced_at = math.inf
+        self._window_from = math.inf
+        self._window_bytes = 0
+
+    def open(self, now: float) -> None:
+        """A transfer begins."""
+        self._advanced_at = now
+        self._window_from = now
+        self._window_bytes = 0
+
+    def moved(self, now: float, num_bytes: int) -> None:
+        """The open transfer brought `num_bytes`."""
+        self._advanced_at = now
+        self._window_bytes += num_bytes
+        if self._window_bytes >= MOVING_BYTES:
+            self._window_from = now
+            self._window_bytes = 0
+
+    def shut(self, now: float) -> None:
+        """The transfer is complete."""
+        self._advanced_at = now
+        self._window_from = math.inf
+
+    def advance(self, now: float) -> None:
+        """The counter of a heartbeat rose."""
+        self._advanced_at = now
+
+    @property
+    def deadline(self) -> float:
+        """Loop time at which the wait ends unless something advances; infinite before the first `open`."""
+        return min(self._advanced_at + self._stall_s, self._window_from + self._window_s)
+
+    def look_again(self, now: float) -> float:
+        """When to look at `deadline` next: an `open` until then cannot set an earlier one."""
+        return min(self.deadline, now + min(self._stall_s, self._window_s))
+
+    def reason(self, now: float) -> str:
+        """Why the wait is over."""
+        if now >= self._advanced_at + self._stall_s:
+            return f"nothing advanced for {self._stall_s:g} s"
+        return f"a transfer brought {self._window_bytes} bytes in {self._window_s:g} s"
+
+
+class Admission:
+    """Bounds on what one server holds at once: requests, and bytes of their bodies.
+
+    Invariants: `0 <= num_open <= max_open_requests` and `0 <= held_bytes <= max_inflight_bytes`.
+    """
+
+    def __init__(self, *, max_body_bytes: int, max_inflight_bytes: int, max_open_requests: int) -> None:
+        self.max_body_bytes = min(max_body_bytes, max_inflight_bytes)
+        self._max_inflight_bytes = max_inflight_bytes
+        self._max_open_requests = max_open_requests
+        self.num_open = 0
+        self.held_bytes = 0
+
+    def admit(self, num_bytes: int) -> Refusal | None:
+        """Reserve room for one request, or say why there is none. `release` the same number at its end."""
+        if num_bytes > self.max_body_bytes:
+            reason = f"request of {num_bytes} bytes is over this peer's limit of {self.max_body_bytes}"
+            return Refusal(code="bad_request", reason=reason)
+        if self.num_open >= self._max_open_requests:
+            return Refusal(code="busy", reason=f"{self.num_open} requests are open")
+        if self.held_bytes + num_bytes > self._max_inflight_bytes:
+            reason = f"{self.held_bytes} bytes of requests are held, the limit is {self._max_inflight_bytes}"
+            return Refusal(code="busy", reason=reason)
+        self.num_open += 1
+        self.held_bytes += num_bytes
+        return None
+
+    def release(self, num_bytes: int) -> None:
+        self.num_open -= 1
+        self.held_bytes -= num_bytes
+
+
+def parts_of(frame: Frame) -> list[memoryview]:
+    """The bytes of `frame` in order, uncopied: its head, then each tensor that is not empty.
+
+    Raises:
+        ValueError: if buffers and specs do not fit together.
+    """
+    views = [memoryview(buffer) for buffer in frame.buffers]
+    return [memoryview(encode_head(frame)), *(view.cast("B") for view in views if view.nbytes)]
+
+
+def chunks_of(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Cut `parts` into pieces of at most `CHUNK_BYTES`, joining runs of small ones."""
+    run = bytearray()
+    for part in parts:
+        if len(part) < _SMALL_BYTES:
+            run += part
+            if len(run) < CHUNK_BYTES - _SMALL_BYTES:
+                continue
+            part = memoryview(b"")
+        if run:
+            yield memoryview(run)
+            run = bytearray()
+        for offset in range(0, len(part), CHUNK_BYTES):
+            yield part[offset : offset + CHUNK_BYTES]
+    if run:
+        yield memoryview(run)
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of `error` as one line that any message can carry."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text.encode(errors="replace").decode()[:1000]
+
+
+async def answer(handler: Handler, request: Frame, progress: Progress) -> list[memoryview]:
+    """Run `handler` and return its reply as bytes; its failure becomes a `Refusal`."""
+    try:
+        return parts_of(await handler(request, progress))
+    except RemoteRefused as refused:
+        reason = refused.reason.encode(errors="replace").decode()[:2000]
+        return parts_of(Frame(Refusal(code=refused.code[:32], reason=reason)))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return _failed(request, progress, "its work was cancelled")
+    except Exception as error:
+        logger.debug("traceback of a failed %s request", request.message.kind, exc_info=True)
+        return _failed(request, progress, one_line(error))
+
+
+def _failed(request: Frame, progress: Progress, reason: str) -> list[memoryview]:
+    logger.warning("%s request from %s failed: %s", request.message.kind, progress.remote, reason)
+    return parts_of(Frame(Refusal(code="failed", reason=reason)))
+
+
+async def beat_until_done(work: asyncio.Task[T], heartbeat_s: float, beat: Callable[[], Awaitable[None]]) -> T:
+    """Await `work`, calling `beat` every `heartbeat_s` until then; cancels `work` if left early."""
+    try:
+        while not (await asyncio.wait({work}, timeout=heartbeat_s))[0]:
+            await beat()
+        return work.result()
+    finally:
+        await cancel(work)
+
+
+async def wait_while_advancing(work: asyncio.Future[T], patience: Patience, what: str) -> T:
+    """Await `work` while `patience` lasts. The caller cancels `work` afterwards.
+
+    Raises:
+        Stalled: naming `what`.
+        LinkBroken: if `work` was cancelled because the transport closes.
+    """
+    loop = asyncio.get_running_loop()
+    while not work.done():
+        now = loop.time()
+        if now >= patience.deadline:
+            raise Stalled(f"{what}: {patience.reason(now)}")
+        await asyncio.wait({work}, timeout=patience.look_again(now) - now)
+    if work.cancelled():
+        raise LinkBroken(f"{what}: this peer's transport was closed")
+    return work.result()
+
+
+async def cancel(task: asyncio.Future[T]) -> None:
+    """Cancel `task` and wait until it has ended; its own error, if any, was told elsewhere."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

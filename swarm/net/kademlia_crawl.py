@@ -1,0 +1,123 @@
+"""The walk towards a key: asks ever nearer nodes and does not wait for the silent ones.
+
+Owns one crawl's order of questions. Must not know what is asked; must not know sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from kademlia.crawling import SpiderCrawl
+from kademlia.node import Node
+
+from swarm.net.kademlia_rpc import Reply, ReplyFuture
+
+#: Enough answers to end a crawl while only silent nodes are left to wait for.
+_ENOUGH_ANSWERS = 3
+#: Questions at once, however many nodes are silent.
+_MAX_PARALLEL = 32
+
+
+class NearestCrawl(SpiderCrawl):
+    """Finds the nodes nearest to `node` that answer.
+
+    A node silent for `slow_s` gives its place to the next nearest, and from then on twice as many are asked at once, so
+    that a table full of dead contacts costs little more than a few `slow_s`. Its request runs on to its time-out.
+
+    Args:
+        protocol: kademlia's protocol, whose own node is never asked.
+        node: the target.
+        peers: where to start.
+        ksize: how many of the nearest are wanted.
+        alpha: questions at once.
+        ask: sends the question.
+        read: takes a reply's body and the node that sent it and returns the nodes it names; None spoils the reply.
+    """
+
+    def __init__(
+        self,
+        protocol: Any,
+        node: Node,
+        peers: list[Node],
+        ksize: int,
+        alpha: int,
+        *,
+        slow_s: float,
+        ask: Callable[[Node], ReplyFuture],
+        read: Callable[[Node, Any], list[Node] | None],
+    ) -> None:
+        super().__init__(protocol, node, peers, ksize, alpha)
+        self._parallel = alpha
+        self._slow_s = slow_s
+        self._ask = ask
+        self._read = read
+        self._in_flight: dict[ReplyFuture, tuple[Node, float]] = {}
+        self._slow: set[ReplyFuture] = set()
+        self._answered: dict[bytes, Node] = {}
+        #: Other addresses under which a node was named; tried if the first one is silent.
+        self._elsewhere: dict[bytes, list[Node]] = {}
+        self._named: set[tuple[bytes, str, int]] = {tuple(peer) for peer in peers}
+
+    async def find(self) -> list[Node]:
+        """The nearest nodes that answered, nearest first."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._ask_more(loop.time()):
+                waited_for = [started for future, (_, started) in self._in_flight.items() if future not in self._slow]
+                if not waited_for and len(self._answered) >= min(self.ksize, _ENOUGH_ANSWERS):
+                    break
+                timeout = max(0.0, min(waited_for) + self._slow_s - loop.time()) if waited_for else None
+                done, _ = await asyncio.wait(self._in_flight, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    self._accept(self._in_flight.pop(future)[0], future.result())
+                self._mark_slow(loop.time() - self._slow_s)
+        except asyncio.CancelledError:
+            for future in self._in_flight:
+                future.cancel()
+            raise
+        return sorted(self._answered.values(), key=self.node.distance_to)[: self.ksize]
+
+    def _ask_more(self, now: float) -> bool:
+        num_fresh = sum(future not in self._slow for future in self._in_flight)
+        for node in self.nearest.get_uncontacted()[: max(0, self._parallel - num_fresh)]:
+            self.nearest.mark_contacted(node)
+            self._in_flight[self._ask(node)] = (node, now)
+        return bool(self._in_flight)
+
+    def _accept(self, node: Node, reply: Reply | None) -> None:
+        named = self._read(node, reply.body) if reply is not None else None
+        if named is None:
+            self._give_place(node)
+            return
+        self._answered[node.id] = node
+        self.nearest.push(node)
+        for other in named:
+            if other.id == self.protocol.source_node.id or tuple(other) in self._named:
+                continue
+            self._named.add(tuple(other))
+            if other in self.nearest:
+                self._elsewhere.setdefault(other.id, []).append(other)
+            else:
+                self.nearest.contacted.discard(other.id)
+                self.nearest.push(other)
+
+    def _mark_slow(self, slow_before: float) -> None:
+        slow = [
+            future for future, (_, started) in self._in_flight.items()
+            if started <= slow_before and future not in self._slow
+        ]
+        if slow:
+            self._parallel = min(2 * self._parallel, _MAX_PARALLEL)
+        for future in slow:
+            self._slow.add(future)
+            self._give_place(self._in_flight[future][0])
+
+    def _give_place(self, node: Node) -> None:
+        if node.id in self._answered:
+            return
+        self.nearest.remove([node.id])
+        if elsewhere := self._elsewhere.get(node.id):
+            self.nearest.contacted.discard(node.id)
+            self.nearest.push(elsewhere.pop())

@@ -1,0 +1,159 @@
+"""The discovery interface over UDP with Kademlia: one node that shares its port number with the peer's HTTP transport.
+
+Owns the socket's creation and the public face. `kademlia_server` does lookups and upkeep, `kademlia_rpc` the exchanges,
+`kademlia_routing` the contacts, `record_storage` the records. Must not know what records mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import socket
+from collections import Counter
+from collections.abc import Sequence
+
+from swarm.base.errors import ConfigError
+from swarm.base.ids import Address
+from swarm.net.dht import Dht
+from swarm.net.identity import Identity
+from swarm.net.kademlia_rpc import RpcTiming
+from swarm.net.kademlia_server import RecordServer, ServerTiming
+from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
+from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
+
+
+class KademliaDht(Dht):
+    """A DHT node of this peer. Call everything from the loop that ran `start`.
+
+    Args:
+        identity: its peer id is the node id.
+        sock: bound UDP socket; taken over, and closed by `close`. Without it `host` and `port` are bound at `start`.
+        host: address to bind; `::` serves IPv4 too.
+        port: 0 picks one.
+        advertise_host: what `contacts` calls this node. None: the bound host, or for a wildcard what other nodes see.
+        rpc_timeout_s: seconds until a request fails; it is sent three times within.
+        refresh_s: seconds between refreshes of contacts and of records that nobody renewed.
+        bootstrap_retry_s: seconds between attempts to find the first contact.
+        replication: nodes that a record is stored at and asked for.
+        limits: bounds of what this node stores for others.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        sock: socket.socket | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise_host: str | None = None,
+        rpc_timeout_s: float = 1.0,
+        refresh_s: float = 30.0,
+        bootstrap_retry_s: float = 0.5,
+        replication: int = 8,
+        limits: StorageLimits | None = None,
+    ) -> None:
+        self._identity = identity
+        self._sock = sock
+        self._bind = Address(host, port)
+        self._advertise_host = advertise_host
+        self._timing = ServerTiming(
+            rpc=RpcTiming(timeout_s=rpc_timeout_s), slow_s=min(0.2, rpc_timeout_s / 4),
+            refresh_s=refresh_s, bootstrap_retry_s=bootstrap_retry_s,
+        )
+        self._replication = replication
+        self._limits = limits or StorageLimits()
+        self._counters: Counter[str] = Counter()
+        self._verifier = RecordVerifier()
+        self._server: RecordServer | None = None
+        self._address = self._bind
+
+    @property
+    def address(self) -> Address:
+        """Where this node listens, as bound; valid after `start`."""
+        return self._address
+
+    async def start(self, bootstrap: Sequence[Address]) -> None:
+        if self._server is not None:
+            raise RuntimeError("this DHT node was started before")
+        if self._sock is None:
+            self._sock = await _bind(self._bind)
+        self._address = Address(*self._sock.getsockname()[:2])
+        storage = RecordStorage(
+            now=asyncio.get_running_loop().time, verifier=self._verifier, limits=self._limits, counters=self._counters
+        )
+        self._server = RecordServer(
+            bytes.fromhex(self._identity.peer_id), storage=storage, verifier=self._verifier, counters=self._counters,
+            timing=self._timing, replication=self._replication, rng=random.Random(self._identity.peer_id),
+        )
+        await self._server.open(self._sock, bootstrap)
+
+    async def publish(self, key: str, record: SignedRecord) -> int:
+        try:
+            self._verifier.verify(key, record)
+        except RecordRefused as error:
+            raise ValueError(str(error)) from None
+        return await self._running.set(key, record)
+
+    async def lookup(self, key: str) -> list[PeerRecord]:
+        return await self._running.get(key)
+
+    def contacts(self) -> list[Address]:
+        router = self._running.protocol.router
+        nearest = router.find_neighbors(self._running.node)
+        return [self._own_address(), *(Address(contact.ip, contact.port) for contact in nearest)]
+
+    def statistics(self) -> dict[str, int]:
+        statistics = dict(self._counters)
+        if self._server is not None and self._server.protocol is not None:
+            statistics["records"] = self._server.storage.num_records
+            statistics["contacts"] = len(self._server.protocol.router.contacts())
+            statistics["outstanding"] = self._server.protocol.num_outstanding
+        return statistics
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+        if self._sock is not None:
+            self._sock.close()
+
+    @property
+    def _running(self) -> RecordServer:
+        if self._server is None:
+            raise RuntimeError("start the DHT node first")
+        return self._server
+
+    def _own_address(self) -> Address:
+        if self._advertise_host is not None:
+            return Address(self._advertise_host, self._address.port)
+        if not ipaddress.ip_address(self._address.host.partition("%")[0]).is_unspecified:
+            return self._address
+        observed = self._running.protocol.observed
+        return Address(observed[0] if observed is not None else "127.0.0.1", self._address.port)
+
+
+async def _bind(address: Address) -> socket.socket:
+    """A UDP socket bound to `address`; on `::` it takes IPv4 as well.
+
+    Raises:
+        ConfigError: naming the address.
+    """
+    sock: socket.socket | None = None
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, socket_address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setblocking(False)
+        sock.bind(socket_address)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        raise ConfigError(
+            f"cannot listen on UDP {address}: {error.strerror}; choose another --host or --port"
+        ) from None
+    return sock

@@ -1,0 +1,431 @@
+"""The transport without a network: seeded, lossy, in virtual time, and every message still passes through its bytes.
+
+`MemoryNetwork` owns the links between transports and the faults on them: latency, jitter (which reorders), bandwidth,
+drops, duplicates, partitions, crashed and stopped peers. The same seed and program give the same schedule: one
+`random.Random`, no clock but the loop's, no iteration over sets. Must not know what a message means, except `Heartbeat`
+and `Refusal`.
+
+A paused peer is like a stopped process: requests reach it, but it sends and answers nothing. Its coroutines are held at
+the transport only, so timers inside a handler run on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.base.errors import ConfigError, LinkBroken, RemoteProtocolError, Unreachable
+from swarm.base.ids import Address
+from swarm.net.exchange import (
+    Admission,
+    Patience,
+    answer,
+    beat_until_done,
+    cancel,
+    parts_of,
+    wait_while_advancing,
+)
+from swarm.net.transport import Handler, Progress, Transport
+from swarm.wire.framing import MAX_BODY_BYTES, Frame, decode, encode
+from swarm.wire.messages import Heartbeat, Refusal
+
+#: A transfer over a link of limited bandwidth is counted in pieces that take this long.
+_SLICE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two peers: a message takes latency, up to `jitter_s` more, and its size over the rate."""
+
+    latency_s: float
+    jitter_s: float
+    bytes_per_s: float
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """One request in flight, from the caller's first byte until the caller has its result or gave up."""
+
+    caller: MemoryTransport
+    server: MemoryTransport
+    result: asyncio.Future[bytes]
+    patience: Patience
+    progress: Progress
+    counter: int = 0
+    tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)
+
+    def moved(self, num_bytes: int) -> None:
+        if not self.result.done():
+            self.patience.moved(asyncio.get_running_loop().time(), num_bytes)
+            self.progress.advance()
+
+    def beat(self, counter: int) -> None:
+        if counter > self.counter and not self.result.done():
+            self.counter = counter
+            self.patience.advance(asyncio.get_running_loop().time())
+            self.progress.advance()
+
+    def fail(self, error: Exception) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
+class MemoryNetwork:
+    """The links between all transports of one simulation."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        latency_s: float = 0.001,
+        jitter_s: float = 0.0,
+        bytes_per_s: float = math.inf,
+        drop: float = 0.0,
+        drop_reply: float = 0.0,
+        duplicate: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            rng: the only source of chance.
+            latency_s: one-way delay of every link that `link` does not change.
+            jitter_s: a uniform extra delay of up to this, for each message.
+            bytes_per_s: rate of one transfer; transfers do not share it.
+            drop: probability that a request vanishes: its caller sees `Stalled`.
+            drop_reply: probability that the handler runs and its reply is lost: `LinkBroken` or, as often, `Stalled`.
+            duplicate: probability that the handler runs a second time; that reply is ignored.
+        """
+        self.injected: Counter[str] = Counter()
+        self.drop = drop
+        self.drop_reply = drop_reply
+        self.duplicate = duplicate
+        self._rng = rng
+        self._default = Link(latency_s, jitter_s, bytes_per_s)
+        self._links: dict[tuple[Address, Address], Link] = {}
+        self._transports: list[MemoryTransport] = []
+        self._listening: dict[Address, MemoryTransport] = {}
+        self._cuts: dict[tuple[Address, Address], None] = {}
+        self._paused: dict[Address, None] = {}
+        self._changed = asyncio.Event()
+        self._exchanges: dict[_Exchange, None] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    # -------------------------------------------------------------------------------------------- faults on purpose
+
+    def link(
+        self,
+        a: Address,
+        b: Address,
+        *,
+        latency_s: float | None = None,
+        jitter_s: float | None = None,
+        bytes_per_s: float | None = None,
+        one_way: bool = False,
+    ) -> None:
+        """Change the link from `a` to `b` and, unless `one_way`, back; what is not given becomes the default."""
+        link = Link(
+            self._default.latency_s if latency_s is None else latency_s,
+            self._default.jitter_s if jitter_s is None else jitter_s,
+            self._default.bytes_per_s if bytes_per_s is None else bytes_per_s,
+        )
+        for pair in _pairs(a, b, one_way):
+            self._links[pair] = link
+
+    def cut(self, a: Address, b: Address, *, one_way: bool = False) -> None:
+        """Let nothing pass from `a` to `b` and, unless `one_way`, back. What is on its way arrives after `heal`."""
+        for pair in _pairs(a, b, one_way):
+            self._cuts[pair] = None
+        self.injected["cut"] += 1
+
+    def heal(self, a: Address, b: Address, *, one_way: bool = False) -> None:
+        """Undo `cut`."""
+        for pair in _pairs(a, b, one_way):
+            self._cuts.pop(pair, None)
+        self._change()
+
+    def crash(self, address: Address) -> None:
+        """Kill the peer: its handlers are cancelled, callers see `LinkBroken`, new calls `Unreachable`.
+
+        A new transport may then start at the same address.
+        """
+        self.injected["crash"] += 1
+        for transport in self._transports:
+            if transport.address == address and not transport.gone:
+                self.vanish(transport, "crashed")
+        self._transports = [transport for transport in self._transports if not transport.gone]
+
+    def pause(self, address: Address) -> None:
+        """Stop the peer as SIGSTOP does: it takes requests, and nothing advances."""
+        self._paused[address] = None
+        self.injected["pause"] += 1
+
+    def resume(self, address: Address) -> None:
+        """Let the peer go on, with old requests too."""
+        self._paused.pop(address, None)
+        self._change()
+
+    # -------------------------------------------------------------------------------------------- for transports
+
+    def attach(self, transport: MemoryTransport) -> None:
+        """Know a transport, so that it can crash."""
+        self._transports.append(transport)
+
+    def listen(self, transport: MemoryTransport) -> None:
+        """
+        Raises:
+            ConfigError: if the address is taken.
+        """
+        if transport.address in self._listening:
+            raise ConfigError(f"cannot listen on {transport.address}: address already in use")
+        self._listening[transport.address] = transport
+
+    def vanish(self, transport: MemoryTransport, how: str) -> list[asyncio.Task[None]]:
+        """Take a transport off the network: every exchange that it takes part in breaks.
+
+        Returns:
+            Its handlers' tasks, which were cancelled.
+        """
+        transport.gone = True
+        handlers: list[asyncio.Task[None]] = []
+        if self._listening.get(transport.address) is transport:
+            del self._listening[transport.address]
+            self._paused.pop(transport.address, None)
+        for exchange in list(self._exchanges):
+            if exchange.caller is transport:
+                exchange.fail(LinkBroken(f"{transport.address} {how}"))
+            elif exchange.server is transport:
+                handlers += _cancel_all(exchange)
+                broken = LinkBroken(f"{transport.address} {how}")
+                self._spawn(self._tell(exchange, functools.partial(exchange.fail, broken)))
+        self._change()
+        return handlers
+
+    async def awake(self, address: Address) -> None:
+        """Return once the peer at `address` is not paused."""
+        while address in self._paused:
+            await self._changed.wait()
+
+    async def connect(self, source: Address, target: Address, connect_s: float) -> MemoryTransport:
+        """
+        Raises:
+            Unreachable: at once if nobody listens, after `connect_s` if the link is cut.
+        """
+        try:
+            async with asyncio.timeout(connect_s):
+                while (source, target) in self._cuts or (target, source) in self._cuts:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise Unreachable(f"{target}: no connection within {connect_s:g} s") from None
+        server = self._listening.get(target)
+        if server is None:
+            await asyncio.sleep(self._link(source, target).latency_s)
+            raise Unreachable(f"{target}: connection refused")
+        return server
+
+    def send(self, exchange: _Exchange, data: bytes) -> None:
+        """Set the request on its way."""
+        self._exchanges[exchange] = None
+        if self._happens("drop", self.drop):
+            return
+        self._run(exchange, self._deliver(exchange, data))
+        if self._happens("duplicate", self.duplicate):
+            ghost: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+            ghost.cancel()  # nobody waits for the second reply
+            twin = _Exchange(exchange.caller, exchange.server, ghost, exchange.patience, exchange.progress)
+            self._exchanges[twin] = None
+            self._run(twin, self._deliver(twin, data))
+
+    def hang_up(self, exchange: _Exchange) -> None:
+        """The caller is gone: the server learns of it, and drops the work, as soon as a packet can reach it."""
+        if exchange.tasks:
+            self._spawn(self._hang_up(exchange))
+        else:
+            self._exchanges.pop(exchange, None)
+
+    def beat(self, exchange: _Exchange, counter: int) -> None:
+        """Send a heartbeat, unless nothing leaves the server now: a later one tells more."""
+        if self._blocked(exchange.server.address, exchange.caller.address):
+            return
+        data = encode(Frame(Heartbeat(counter=counter)))
+        self._spawn(self._tell(exchange, lambda: exchange.beat(decode(data).message.counter)))
+
+    # -------------------------------------------------------------------------------------------- moving bytes
+
+    async def _deliver(self, exchange: _Exchange, data: bytes) -> None:
+        source, target = exchange.caller.address, exchange.server.address
+        await self._carry(source, target, len(data), exchange.moved)
+        await self.awake(target)
+        reply = await exchange.server.serve(exchange, data)
+        await self.awake(target)
+        if self._happens("drop_reply", self.drop_reply):
+            if self._rng.random() < 0.5:
+                await self._tell(exchange, lambda: exchange.fail(LinkBroken(f"{target}: connection reset")))
+            return
+        await self._carry(target, source, len(reply), exchange.moved)
+        if not exchange.result.done():
+            exchange.result.set_result(reply)
+
+    async def _tell(self, exchange: _Exchange, what: Callable[[], None]) -> None:
+        """Have `what` happen at the caller once a small packet from the server has reached it."""
+        await self._carry(exchange.server.address, exchange.caller.address, 0, lambda _: None)
+        what()
+
+    async def _hang_up(self, exchange: _Exchange) -> None:
+        await self._carry(exchange.caller.address, exchange.server.address, 0, lambda _: None)
+        _cancel_all(exchange)
+
+    async def _carry(self, source: Address, target: Address, num_bytes: int, moved: Callable[[int], None]) -> None:
+        link = self._link(source, target)
+        await self._passable(source, target)
+        await asyncio.sleep(link.latency_s + (self._rng.uniform(0, link.jitter_s) if link.jitter_s else 0.0))
+        left = num_bytes
+        while left > 0:
+            piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
+            await asyncio.sleep(piece / link.bytes_per_s)
+            await self._passable(source, target)
+            if target not in self._paused:
+                moved(piece)
+            left -= piece
+        await self._passable(source, target)
+
+    async def _passable(self, source: Address, target: Address) -> None:
+        while self._blocked(source, target):
+            await self._changed.wait()
+
+    def _blocked(self, source: Address, target: Address) -> bool:
+        return (source, target) in self._cuts or source in self._paused
+
+    def _link(self, source: Address, target: Address) -> Link:
+        return self._links.get((source, target), self._default)
+
+    def _happens(self, kind: str, probability: float) -> bool:
+        happens = probability > 0 and self._rng.random() < probability
+        self.injected[kind] += happens
+        return happens
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def _run(self, exchange: _Exchange, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` as a part of `exchange`, which is forgotten with its last task."""
+        task = self._spawn(work)
+        exchange.tasks[task] = None
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del exchange.tasks[task]
+            if not exchange.tasks and exchange.result.done():
+                self._exchanges.pop(exchange, None)
+
+        task.add_done_callback(ended)
+
+
+class MemoryTransport(Transport):
+    """One peer's end of a `MemoryNetwork`."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        address: Address,
+        *,
+        connect_s: float = 2.0,
+        heartbeat_s: float = 0.5,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_inflight_bytes: int = 2 * MAX_BODY_BYTES,
+        max_open_requests: int = 1024,
+    ) -> None:
+        self._network = network
+        self._address = address
+        self._connect_s = connect_s
+        self._heartbeat_s = heartbeat_s
+        self._max_body_bytes = max_body_bytes
+        self._admission = Admission(
+            max_body_bytes=max_body_bytes, max_inflight_bytes=max_inflight_bytes, max_open_requests=max_open_requests
+        )
+        self._handler: Handler | None = None
+        #: Closed or crashed: it can neither call nor serve.
+        self.gone = False
+        network.attach(self)
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of requests that are being served."""
+        return self._admission.held_bytes
+
+    async def start(self, handler: Handler) -> None:
+        self._handler = handler
+        self._network.listen(self)
+
+    async def close(self) -> None:
+        handlers = self._network.vanish(self, "closed")
+        if handlers:
+            await asyncio.wait(handlers)
+
+    async def call(
+        self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None
+    ) -> Frame:
+        data = b"".join(parts_of(request))
+        what = f"{request.message.kind} to {address}"
+        await self._network.awake(self._address)
+        if self.gone:
+            raise Unreachable(f"{what}: this peer's transport is closed")
+        server = await self._network.connect(self._address, address, self._connect_s)
+        loop = asyncio.get_running_loop()
+        patience = Patience(stall_s=stall_s)
+        patience.open(loop.time())
+        patience.shut(loop.time())
+        exchange = _Exchange(self, server, loop.create_future(), patience, progress or Progress())
+        self._network.send(exchange, data)
+        try:
+            reply = await wait_while_advancing(exchange.result, patience, what)
+        finally:
+            await cancel(exchange.result)
+            self._network.hang_up(exchange)
+        await self._network.awake(self._address)
+        return decode(reply, max_body_bytes=self._max_body_bytes)
+
+    async def serve(self, exchange: _Exchange, data: bytes) -> bytes:
+        """Answer one request that arrived, with heartbeats to its caller until then."""
+        refusal = self._admission.admit(len(data))
+        if refusal is not None:
+            return encode(Frame(refusal))
+        try:
+            request = decode(data, max_body_bytes=self._admission.max_body_bytes)
+            progress = Progress(exchange.caller.address.host)
+            assert self._handler is not None
+            work = asyncio.create_task(answer(self._handler, request, progress))
+
+            async def beat() -> None:
+                self._network.beat(exchange, progress.count)
+
+            return b"".join(await beat_until_done(work, self._heartbeat_s, beat))
+        except RemoteProtocolError as error:
+            return encode(Frame(Refusal(code="bad_request", reason=str(error)[:2000])))
+        finally:
+            self._admission.release(len(data))
+
+
+def _pairs(a: Address, b: Address, one_way: bool) -> list[tuple[Address, Address]]:
+    return [(a, b)] if one_way else [(a, b), (b, a)]
+
+
+def _cancel_all(exchange: _Exchange) -> list[asyncio.Task[None]]:
+    tasks = list(exchange.tasks)
+    for task in tasks:
+        task.cancel()
+    return tasks

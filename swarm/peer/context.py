@@ -1,0 +1,59 @@
+"""What every peer of a run has: configuration, identity, transport and DHT. Owns DHT key names; holds no protocol state."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from swarm.base.config import RunConfig, run_id_of
+from swarm.base.ids import Address, Incarnation, PeerId, RunId
+from swarm.net.dht import Dht
+from swarm.net.identity import Identity
+from swarm.net.transport import Transport
+from swarm.wire.messages import Member
+
+
+def stage_key(run: RunId, stage: int) -> str:
+    """DHT key under which the peers of a stage announce themselves."""
+    return f"{run}/stage/{stage}"
+
+
+def coordinator_key(run: RunId) -> str:
+    """DHT key under which coordinators announce themselves."""
+    return f"{run}/coordinator"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerContext:
+    """Built once by a launcher (or a simulation) and handed to a `StagePeer`, `Trainer` or `Backbone`.
+
+    `transport` and `dht` are not started yet. `bootstrap` are addresses of peers that are in the swarm already.
+    """
+
+    config: RunConfig
+    config_bytes: bytes
+    identity: Identity
+    incarnation: Incarnation
+    transport: Transport
+    dht: Dht
+    rng: random.Random
+    role: Literal["stage", "trainer", "backbone"]
+    advertise_host: str
+    bootstrap: tuple[Address, ...] = ()
+
+    @functools.cached_property
+    def run(self) -> RunId:
+        return run_id_of(self.config_bytes)
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer_id
+
+    def member(self, *, ready: bool = True) -> Member:
+        """This peer as others see it."""
+        return Member(
+            peer=self.peer, incarnation=self.incarnation, host=self.advertise_host, port=self.transport.address.port,
+            ready=ready,
+        )  # fmt: skip

@@ -1,0 +1,68 @@
+"""One hop of a micro-batch: try a stage's candidates in order until one answers. Shared by trainers and stage peers.
+
+Only the candidate's own fault moves the caller on; a refusal that speaks of the ticket itself passes unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarm.base.errors import LinkError, RemoteError, Stalled
+from swarm.net.transport import Progress
+from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.wire.framing import Buffer, Frame
+from swarm.wire.messages import Member, Route, Train, Trained
+
+#: Refusals that another candidate would repeat: about the ticket or the version, or from further downstream.
+PASSED_ON = frozenset({"no_candidate", "ahead", "stale", "wrong_run", "bad_request"})
+
+
+@dataclass(frozen=True, slots=True)
+class HopResult:
+    """The reply of the candidate that answered, and those that failed before it with (member, reason, waited_s)."""
+
+    trained: Trained
+    frame: Frame
+    served_by: Member
+    seconds: float
+    failed: tuple[tuple[Member, str, float], ...]
+
+
+async def call_stage(
+    link: Link,
+    route: Route,
+    make_request: Callable[[Route], Train],
+    buffers: Sequence[Buffer],
+    *,
+    stage: int,
+    progress: Progress | None,
+) -> HopResult:
+    """Ask the candidates of `route[0]`, which serve `stage`, in order.
+
+    Raises:
+        Refuse: `no_candidate`, with every candidate's reason.
+        RefusedBy: with a code in `PASSED_ON`.
+    """
+    loop = asyncio.get_running_loop()
+    failed: list[tuple[Member, str, float]] = []
+    for position, candidate in enumerate(route[0]):
+        others = route[0][:position] + route[0][position + 1 :]
+        request = make_request(((candidate, *others), *route[1:]))
+        began = loop.time()
+        try:
+            trained, frame = await link.ask(
+                candidate, request, Trained, buffers=buffers,
+                stall_s=link.context.config.timing.stall_s, progress=progress,
+            )  # fmt: skip
+            return HopResult(trained, frame, candidate, loop.time() - began, tuple(failed))
+        except RefusedBy as refused:
+            if refused.code in PASSED_ON:
+                raise
+            failed.append((candidate, f"{refused.code}: {refused.reason}"[:300], 0.0))
+        except (LinkError, RemoteError) as error:
+            waited = loop.time() - began if isinstance(error, Stalled) else 0.0
+            failed.append((candidate, f"{type(error).__name__}: {error}"[:300], waited))
+    reasons = "; ".join(f"{member.peer[:8]} {reason}" for member, reason, _ in failed) or "the route names nobody"
+    raise Refuse("no_candidate", f"stage {stage}: {reasons}"[:1900], stage=stage)

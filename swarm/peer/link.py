@@ -1,0 +1,137 @@
+"""Asks other peers and dispatches what they ask. Owns the mapping from message types to handlers; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar, Union
+
+from swarm.base.errors import RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.base.ids import Address
+from swarm.net.transport import Progress
+from swarm.peer.context import PeerContext
+from swarm.wire.framing import Buffer, Frame
+from swarm.wire.messages import REQUEST_KINDS, Member, Message, Refusal
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+Reply = Union[Message, Frame]
+MessageHandler = Callable[[Any, Frame, Progress], Awaitable[Reply]]
+
+
+class Refuse(RemoteRefused):
+    """Raised by a handler to say no, with a code of `REFUSAL_CODES` and perhaps the stage and newest record."""
+
+    def __init__(self, code: str, reason: str, **extra: Any) -> None:
+        super().__init__(code, reason)
+        self.refusal = Refusal(code=code, reason=reason[:2000], **extra)
+
+
+class RefusedBy(RemoteRefused):
+    """A peer said no; `refusal` is its message."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.code, refusal.reason)
+        self.refusal = refusal
+
+
+class Link:
+    """One peer's way to ask and be asked."""
+
+    def __init__(self, context: PeerContext) -> None:
+        self.context = context
+        self._handlers: dict[type[Message], MessageHandler] = {}
+
+    def register(self, kind: type[Message], handler: MessageHandler) -> None:
+        self._handlers[kind] = handler
+
+    async def serve(self) -> None:
+        await self.context.transport.start(self._handle)
+
+    async def _handle(self, frame: Frame, progress: Progress) -> Frame:
+        reply = await self._dispatch(frame, progress)
+        return reply if isinstance(reply, Frame) else Frame(reply)
+
+    async def _dispatch(self, frame: Frame, progress: Progress) -> Reply:
+        message = frame.message
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            known = "is no request" if message.kind not in REQUEST_KINDS else "is not served here"
+            return Refusal(code="unknown", reason=f"{message.kind} {known}")
+        run = getattr(message, "run", None)
+        if run is not None and run != self.context.run:
+            return Refusal(code="wrong_run", reason=f"this peer belongs to run {self.context.run[:12]}")
+        try:
+            return await handler(message, frame, progress)
+        except (Refuse, RefusedBy) as refused:
+            return refused.refusal
+
+    async def ask(
+        self,
+        target: Member | Address,
+        message: Message,
+        expect: type[M],
+        *,
+        buffers: Sequence[Buffer] = (),
+        stall_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[M, Frame]:
+        """Send `message` and return the reply, which must be of type `expect`.
+
+        A message to this very peer is handled without the network. `stall_s` defaults to the short `request_s`.
+
+        Raises:
+            RefusedBy: the peer said no.
+            LinkError, RemoteProtocolError: nothing useful came back.
+        """
+        context = self.context
+        request = Frame(message, tuple(buffers))
+        if isinstance(target, Member) and target.key == (context.peer, context.incarnation):
+            reply = await self._handle(request, progress or Progress())
+        else:
+            address = Address(target.host, target.port)
+            stall = context.config.timing.request_s if stall_s is None else stall_s
+            reply = await context.transport.call(address, request, stall_s=stall, progress=progress)
+        if isinstance(reply.message, Refusal):
+            raise RefusedBy(reply.message)
+        if not isinstance(reply.message, expect):
+            raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")
+        return reply.message, reply
+
+
+class Tasks:
+    """Owns background tasks: none is lost, failures are logged, and all end with their owner."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        #: First unexpected failure of a task started with `vital=True`.
+        self.failure: asyncio.Future[None] | None = None
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str, *, vital: bool = False) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        if vital and self.failure is None:
+            self.failure = asyncio.get_running_loop().create_future()
+        task.add_done_callback(lambda t: self._ended(t, vital))
+        return task
+
+    def _ended(self, task: asyncio.Task[Any], vital: bool) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, SwarmError) and not vital:
+            logger.warning("%s: %s", task.get_name(), error)
+        else:
+            logger.error("%s failed: %r", task.get_name(), error, exc_info=error)
+        if vital and self.failure is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def close(self) -> None:
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.failure is not None and not self.failure.done():
+            self.failure.cancel()

@@ -1,0 +1,194 @@
+"""How a stage peer becomes, stays and stops being a member: joins, downloads state, catches up, announces itself.
+
+Owns the peer's life (`lifecycle/peer.py`). A peer that a record leaves out, or that cannot follow a record, starts
+again from a snapshot: it never serves a state that others did not agree on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.lifecycle.peer import PEER
+from swarm.net.dht import Dht
+from swarm.peer.context import coordinator_key, stage_key
+from swarm.peer.link import Link, RefusedBy
+from swarm.peer.stage_member import StageMember
+from swarm.peer.state_transfer import download
+from swarm.wire import messages as m
+from swarm.wire.records import PeerRecord, sign_record
+
+logger = logging.getLogger(__name__)
+
+
+async def announce(link: Link, dht: Dht, key: str, record: PeerRecord) -> None:
+    """Publish one signed record; a failure is logged, the next round tries again."""
+    try:
+        await dht.publish(key, sign_record(link.context.identity.private_key, key, record))
+    except (SwarmError, OSError) as error:
+        logger.warning("could not announce under %s: %s", key[-24:], error)
+
+
+async def find_coordinators(link: Link) -> list[PeerRecord]:
+    """Coordinators that announce themselves, highest ballot first: a hint, never a decision."""
+    records = await link.context.dht.lookup(coordinator_key(link.context.run))
+    return sorted(records, key=lambda r: (r.ballot, r.peer), reverse=True)
+
+
+class Membership:
+    """The loops that keep one stage peer a member."""
+
+    def __init__(self, link: Link, member: StageMember) -> None:
+        self._link = link
+        self._member = member
+        self.state = PEER.initial
+        self._poke = asyncio.Event()
+        member.on_commit.append(lambda record: self._poke.set())
+
+    @property
+    def serving(self) -> bool:
+        return self.state == "serving"
+
+    def drain(self) -> None:
+        self._move("drain")
+        self._poke.set()
+
+    def _move(self, event: str) -> None:
+        before, self.state = self.state, PEER.next(self.state, event)
+        if before != self.state:
+            logger.info("stage %d peer: %s -> %s", self._member.stage, before, self.state)
+
+    # ------------------------------------------------------------------------------------------------ announcing
+
+    async def announce_loop(self) -> None:
+        """Renew this peer's record at a third of its life."""
+        context = self._link.context
+        while True:
+            member = self._member
+            await announce(self._link, context.dht, stage_key(context.run, member.stage), PeerRecord(
+                peer=context.peer, incarnation=context.incarnation, role="stage", host=context.advertise_host,
+                port=context.transport.address.port, ttl_s=context.config.timing.record_ttl_s,
+                sequence=context.identity.next_sequence(), stage=member.stage, step=member.num_commits,
+                state=self.state,
+            ))  # fmt: skip
+            await asyncio.sleep(context.config.timing.record_ttl_s / 3)
+
+    # ------------------------------------------------------------------------------------------------ joining
+
+    async def join_loop(self) -> None:
+        """Follow the records; ask to be listed while no record lists this peer (or lists it as not ready)."""
+        timing = self._link.context.config.timing
+        while True:
+            self._poke.clear()
+            await self._follow()
+            listed = self._member.listed()
+            wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
+            if wanted and self.state != "draining":
+                await self._ask_to_join()
+            try:
+                # Pre-genesis and joining peers ask often; members wake up on records and look in rarely.
+                async with asyncio.timeout(timing.request_s / 8 if wanted else timing.request_s):
+                    await self._poke.wait()
+            except TimeoutError:
+                continue
+
+    async def _follow(self) -> None:
+        """Move along the table after what the newest record says of this peer."""
+        member, listed = self._member, self._member.listed()
+        if member.record is None:
+            return
+        if listed is None:
+            if PEER.allows(self.state, "excluded"):
+                if self.state == "serving":
+                    logger.warning("record of step %d no longer lists this peer: joining again", member.record.step)
+                self._move("excluded")
+                member.queued = None
+            return
+        if self.state == "waiting":
+            if listed.ready and member.up_to_date:
+                self._move("listed_ready")
+            else:
+                self._move("listed")
+        if self.state == "serving" and not member.up_to_date:
+            # The record may be being applied this very moment.
+            async with member._commit_lock:
+                behind = not member.up_to_date and member.versions.newest.head != member.record.head
+            if behind:
+                self._move("fell_behind")
+                self._move("listed")
+        if self.state == "syncing":
+            await self._synchronise()
+
+    async def _synchronise(self) -> None:
+        """Download a snapshot while averages queue, then apply those; retried by the loop if it fails."""
+        member = self._member
+        record = member.record
+        assert record is not None
+        if member.up_to_date:
+            self._move("synced")
+            return
+        async with member._commit_lock:
+            member.queued = []
+        donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
+        self._link.context.rng.shuffle(donors)
+        try:
+            version, optimizer = await download(self._link, member, donors, min_step=record.step)
+        except (LinkError, RemoteError) as error:
+            logger.warning("stage %d: %s", member.stage, error)
+            await self._catch_up(donors)
+            return
+        async with member._commit_lock:
+            member.versions.replace(version, optimizer)
+            later = [(r, flat) for r, flat in member.queued or [] if r.step > version.record.step]
+            member.queued = None
+            for later_record, flat in later:
+                if later_record.previous_head == member.versions.newest.head:
+                    await member.advance(later_record, flat)
+            if member.record is not None and member.record.step < version.record.step:
+                member.record = version.record
+        if member.up_to_date:
+            await member.refresh_digest()
+            self._move("synced")
+            logger.info("stage %d: state of step %d is complete", member.stage, member.num_commits)
+
+    async def _catch_up(self, donors: list[m.Member]) -> None:
+        """Learn the newest record from anyone who has one."""
+        for donor in donors:
+            try:
+                info, _ = await self._link.ask(donor, m.Hello(), m.RunInfo)
+            except (LinkError, RemoteError):
+                continue
+            if info.record is not None:
+                self._member.learn(info.record)
+                return
+
+    async def _ask_to_join(self, *, leaving: bool = False) -> None:
+        member, context = self._member, self._link.context
+        newest = member.versions.newest
+        holds = member.queued is None and (member.record is None or member.up_to_date)
+        request = m.Join(
+            run=context.run, stage=member.stage, member=context.member(ready=holds),
+            head=newest.head if holds else None, leaving=leaving,
+        )  # fmt: skip
+        for address in await self._coordinators():
+            try:
+                await self._link.ask(address, request, m.Ack)
+                return
+            except RefusedBy as refused:
+                if refused.refusal.record is not None:
+                    self._member.learn(refused.refusal.record)
+            except (LinkError, RemoteError) as error:
+                logger.debug("join: %s: %s", address, error)
+
+    async def _coordinators(self) -> list[m.Member]:
+        known = [self._member.coordinator] if self._member.coordinator is not None else []
+        found = [
+            m.Member(peer=r.peer, incarnation=r.incarnation, host=r.host, port=r.port)
+            for r in await find_coordinators(self._link)
+        ]
+        return known + [x for x in found if not known or x.key != known[0].key]
+
+    async def leave(self) -> None:
+        """Tell the coordinator that this peer goes, so that the next record does not list it."""
+        await self._ask_to_join(leaving=True)

@@ -1,0 +1,284 @@
+"""Serves `train` requests at a stage peer: forward, the next hop, backward, accumulate, answer with the input gradient.
+
+One nested request carries the round trip (DESIGN.md, "The life of a micro-batch"). Must not know how steps end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm.lifecycle.micro_batch import MICRO_BATCH
+from swarm.lifecycle.step import Entry
+from swarm.net.transport import Progress
+from swarm.peer.claims_client import ClaimsClient
+from swarm.peer.hop import HopResult, call_stage
+from swarm.peer.link import Link, Refuse
+from swarm.peer.stage_member import StageMember
+from swarm.stage.compute import Activation
+from swarm.stage.executor import Priority
+from swarm.stage.stash import MemoryBudget
+from swarm.stage.versions import Version
+from swarm.wire import messages as m
+from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.framing import Buffer, Frame
+
+logger = logging.getLogger(__name__)
+
+Payload = list[tuple[m.TensorSpec, Buffer]]
+
+
+@dataclass
+class _Work:
+    """One request on its way through this peer."""
+
+    message: m.Train
+    frame: Frame
+    phase: str = MICRO_BATCH.initial
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    transfer_s: float = 0.0
+    num_bytes: int = 0
+    reserved_bytes: int = 0
+
+    def move(self, event: str) -> None:
+        self.phase = MICRO_BATCH.next(self.phase, event)
+
+    def end(self, event: str) -> None:
+        if MICRO_BATCH.allows(self.phase, event):
+            self.move(event)
+
+
+def _encode(name: str, tensor: torch.Tensor, codec: m.Codec, role: str) -> tuple[m.TensorSpec, Buffer]:
+    """Lossy codecs turn NaN into a number, so a tensor that is not finite travels raw and stays what it is."""
+    if tensor.is_floating_point() and codec != "raw" and not bool(torch.isfinite(tensor).all()):
+        codec = "raw"
+    return encode_tensor(name, tensor, codec, role)  # type: ignore[arg-type]
+
+
+class MicroBatchServer:
+    """Serves `Train` for one stage."""
+
+    def __init__(self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget) -> None:
+        self._link = link
+        self._member = member
+        self._claims = claims
+        self._budget = budget
+        self._compute = member.compute
+        self._executor = member.executor
+        self._codec: m.Codec = "raw" if member.config.compression == "none" else member.config.compression
+        self.accepting: Callable[[], bool] = lambda: True
+        #: Requests by their phase, of those under way, and the ends of all so far.
+        self.phases: Counter[str] = Counter()
+        self.in_flight = 0
+        self.recomputed = 0
+        link.register(m.Train, self._on_train)
+
+    async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
+        member = self._member
+        member.require_stage(message.stage)
+        if not self.accepting():
+            raise Refuse("busy", "this peer is not serving now")
+        last = message.stage == member.config.num_stages - 1
+        if len(message.route) != member.config.num_stages - message.stage:
+            raise Refuse("bad_request", "the route does not lead to the last stage")
+        if last and not any(spec.role == "label" for spec in message.tensors):
+            raise Refuse("bad_request", "labels are missing")
+        version = await self._version(message)
+        work = _Work(message, frame)
+        self._reserve(work, frame.body_bytes)
+        progress.follow(lambda: self._executor.finished)
+        self.in_flight += 1
+        try:
+            if message.mode == "eval":
+                return await self._evaluate(work, version, progress)
+            return await self._train(work, version, progress)
+        except asyncio.CancelledError:
+            work.end("cancel")
+            raise
+        except (RuntimeError, MemoryError) as error:  # torch reports shapes, devices and memory this way
+            work.end("fail")
+            logger.warning("ticket %s failed in phase %s: %s", tuple(message.ticket), work.phase, error)
+            raise Refuse("failed", f"{type(error).__name__}: {error}"[:500]) from error
+        finally:
+            work.end("fail")
+            self.phases[work.phase] += 1
+            self.in_flight -= 1
+            self._budget.release(work.reserved_bytes)
+
+    def _reserve(self, work: _Work, num_bytes: int) -> None:
+        if not self._budget.reserve(num_bytes):
+            raise Refuse("busy", f"{self._budget.used_bytes} of {self._budget.limit_bytes} bytes are in use")
+        work.reserved_bytes += num_bytes
+
+    async def _version(self, message: m.Train) -> Version:
+        """The version that the request names; a commit that is just being applied is waited for."""
+        member = self._member
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(2.0, member.config.timing.request_s)
+        while True:
+            version = member.versions.get(message.head)
+            if version is not None and (member.up_to_date or member.config.delay_steps):
+                base = member.config.base_step(message.ticket.step)
+                if message.mode == "train" and version.num_commits != base:
+                    raise Refuse("bad_request", f"step {message.ticket.step} does not build on this head")
+                return version
+            if message.ticket.step < member.num_commits:
+                raise Refuse("ahead", f"{member.num_commits} steps have committed", record=member.record)
+            try:
+                async with asyncio.timeout_at(until):
+                    async with member.committed:
+                        await member.committed.wait()
+            except TimeoutError:
+                raise Refuse("behind", f"this peer is at step {member.num_commits}", record=member.record) from None
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    async def _train(self, work: _Work, version: Version, progress: Progress) -> Frame:
+        message, member = work.message, self._member
+        step, index = message.ticket
+        state = member.step_state(step)
+        claim = self._claims.request(step, index)
+        work.move("forward")
+        forward = await self._executor.run(lambda: self._forward_job(work, version), Priority.FORWARD)
+        activation, outputs = forward.value
+        work.queue_s, work.forward_s = forward.queue_s, forward.run_s
+        work.move("sent")
+        below: HopResult | None = None
+        if self._compute.last:
+            assert activation.outputs is not None
+            tokens, loss_sum = await self._loss(activation)
+        else:
+            below = await self._downstream(work, outputs, progress)
+            tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
+        work.move("gradient")
+        await asyncio.wait([claim], timeout=member.config.timing.request_s)
+        entry = Entry(tokens, loss_sum if self._compute.last else 0.0)
+
+        def job() -> tuple[str, Payload]:
+            gradients = None if below is None else _decode_all(below.frame, "grad", self._compute.device)
+            result = self._compute.backward(activation, gradients)
+            verdict = state.accumulator.add(index, entry, result.parameters)
+            return verdict, [_encode(n, g, self._codec, "grad") for n, g in result.inputs.items()]
+
+        backward = await self._executor.run(job, Priority.BACKWARD)
+        verdict, gradients = backward.value
+        work.backward_s = backward.run_s
+        work.queue_s += backward.queue_s
+        work.move("pass" if verdict == "denied" else "accumulate")
+        self.recomputed += activation.recomputed
+        hop = m.Hop(
+            stage=message.stage, peer=member.me.peer, accumulated=verdict != "denied", queue_s=work.queue_s,
+            forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
+            num_bytes=work.num_bytes, recomputed=activation.recomputed,
+        )  # fmt: skip
+        return self._reply(hop, below, tokens, loss_sum, gradients, overflow=verdict == "overflow")
+
+    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Payload]:
+        compute = self._compute
+        inputs = _decode_all(work.frame, "input", compute.device)
+        labels = _decode_all(work.frame, "label", compute.device) if compute.last else None
+        estimate = compute.graph_bytes_like(inputs)
+        keep = compute.last or self._budget.used_bytes + estimate <= self._budget.limit_bytes
+        activation = compute.forward(version, work.message.ticket, inputs, labels, keep_graph=keep)
+        if keep and not compute.last:
+            if self._budget.reserve(activation.graph_bytes):
+                work.reserved_bytes += activation.graph_bytes
+            else:
+                keep = False
+        outputs = activation.outputs or {}
+        payload = [] if compute.last else [_encode(n, t.detach(), self._codec, "input") for n, t in outputs.items()]
+        if not keep:
+            activation.outputs = None
+        return activation, payload
+
+    async def _loss(self, activation: Activation) -> tuple[int, float]:
+        assert activation.outputs is not None
+        outputs = activation.outputs
+        outcome = await self._executor.run(
+            lambda: (int(outputs["tokens"]), float(outputs["loss_sum"].detach())), Priority.BACKWARD
+        )
+        tokens, loss_sum = outcome.value
+        return tokens, loss_sum if abs(loss_sum) < float("inf") else 0.0
+
+    async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:
+        message = work.message
+        labels = [
+            (spec, buffer)
+            for spec, buffer in zip(message.tensors, work.frame.buffers, strict=True)
+            if spec.role == "label"
+        ]
+        payload = [*outputs, *labels]
+        tensors = tuple(spec for spec, _ in payload)
+
+        def request(route: m.Route) -> m.Train:
+            return m.Train(
+                run=message.run, mode=message.mode, ticket=message.ticket, head=message.head, stage=message.stage + 1,
+                route=route, tensors=tensors,
+            )  # fmt: skip
+
+        result = await call_stage(
+            self._link, message.route[1:], request, [buffer for _, buffer in payload],
+            stage=message.stage + 1, progress=progress,
+        )  # fmt: skip
+        below = sum(hop.queue_s + hop.forward_s + hop.backward_s + hop.transfer_s for hop in result.trained.hops)
+        work.transfer_s = max(0.0, result.seconds - below)
+        work.num_bytes = sum(spec.num_bytes for spec in tensors) + result.frame.body_bytes
+        return result
+
+    def _reply(
+        self, hop: m.Hop, below: HopResult | None, tokens: int, loss_sum: float, payload: Payload, *,
+        overflow: bool = False,
+    ) -> Frame:  # fmt: skip
+        hops: tuple[m.Hop, ...] = (hop,)
+        if below is not None:
+            failed = tuple((member.peer, reason) for member, reason, _ in below.failed)
+            first, *rest = below.trained.hops
+            hops = (hop, first.model_copy(update={"failed": failed}), *rest)
+            overflow = overflow or below.trained.overflow
+        reply = m.Trained(
+            hops=hops, loss_sum=loss_sum, tokens=tokens, overflow=overflow, tensors=tuple(s for s, _ in payload)
+        )
+        return Frame(reply, tuple(b for _, b in payload))
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    async def _evaluate(self, work: _Work, version: Version, progress: Progress) -> Frame:
+        compute = self._compute
+
+        def job() -> tuple[Payload, int, float]:
+            inputs = _decode_all(work.frame, "input", compute.device)
+            labels = _decode_all(work.frame, "label", compute.device) if compute.last else None
+            outputs = compute.evaluate(version, inputs, labels)
+            if compute.last:
+                return [], int(outputs["tokens"]), float(outputs["loss_sum"])
+            return [_encode(n, t, self._codec, "input") for n, t in outputs.items()], 0, 0.0
+
+        work.move("forward")
+        outcome = await self._executor.run(job, Priority.EVALUATION)
+        payload, tokens, loss_sum = outcome.value
+        below: HopResult | None = None
+        if not compute.last:
+            below = await self._downstream(work, payload, progress)
+            tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
+        work.move("evaluated")
+        hop = m.Hop(
+            stage=work.message.stage, peer=self._member.me.peer, accumulated=False, queue_s=outcome.queue_s,
+            forward_s=outcome.run_s,
+        )  # fmt: skip
+        return self._reply(hop, below, tokens, loss_sum, [])
+
+
+def _decode_all(frame: Frame, role: str, device: str) -> dict[str, torch.Tensor]:
+    tensors: Sequence[m.TensorSpec] = frame.message.tensors
+    return {
+        spec.name: decode_tensor(spec, buffer, device)
+        for spec, buffer in zip(tensors, frame.buffers, strict=True)
+        if spec.role == role
+    }

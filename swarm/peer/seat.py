@@ -1,0 +1,185 @@
+"""Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
+
+Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarm.base.errors import LinkError, RemoteError
+from swarm.base.ids import Ballot
+from swarm.net.transport import Progress
+from swarm.peer.context import coordinator_key, stage_key
+from swarm.peer.coordinator import Coordinator, Demoted
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.membership import announce, find_coordinators
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+from swarm.wire.records import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Seat:
+    """One candidate. `rank` delays its candidacy: backbones (0) stand before trainers (1)."""
+
+    def __init__(self, link: Link, tasks: Tasks, *, rank: int) -> None:
+        self._link = link
+        self._tasks = tasks
+        self.context = link.context
+        self._timing = link.context.config.timing
+        self._rank = rank
+        self.coordinator: Coordinator | None = None
+        self._highest = 0
+        #: The coordinator as far as this peer knows; trainers lease from it.
+        self.known: m.Member | None = None
+        self.changed = asyncio.Event()
+        link.register(m.Lease, self._on_lease)
+        link.register(m.Join, self._on_join)
+        link.register(m.Elect, self._on_elect)
+
+    def _reigning(self) -> Coordinator:
+        if self.coordinator is None:
+            raise Refuse("unknown", "this peer is not the coordinator")
+        return self.coordinator
+
+    async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
+        return await self._reigning().on_lease(message)
+
+    async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Ack:
+        return await self._reigning().on_join(message)
+
+    async def _on_elect(self, message: m.Elect, frame: Frame, progress: Progress) -> m.Elected:
+        raise Refuse("wrong_stage", "this peer serves no stage")
+
+    def _know(self, member: m.Member | None) -> None:
+        if member != self.known:
+            self.known = member
+            self.changed.set()
+
+    async def run(self) -> None:
+        """Watch and stand for ever (until the run is finished under this peer's own reign)."""
+        silent = 0
+        while True:
+            if await self._find():
+                silent = 0
+                await asyncio.sleep(self._timing.coordinator_s / 3)
+                continue
+            silent += 1
+            # Candidates of equal rank draw lots, so that they rarely stand at once.
+            if silent <= self._rank:
+                await asyncio.sleep(self._timing.coordinator_s / 2)
+                continue
+            await asyncio.sleep(self.context.rng.uniform(0.0, 0.3 if silent == 1 and self._rank == 0 else 1.0))
+            if await self._find():
+                continue
+            try:
+                if await self._stand():
+                    return
+            except Demoted as demoted:
+                logger.warning("no longer coordinator: %s", demoted)
+            except (LinkError, RemoteError) as error:
+                logger.warning("election failed: %s", error)
+            finally:
+                self.coordinator = None
+
+    async def _find(self) -> bool:
+        """Is there a live coordinator? The last known is asked first, then those in the DHT."""
+        found = [
+            m.Member(peer=r.peer, incarnation=r.incarnation, host=r.host, port=r.port)
+            for r in await find_coordinators(self._link)
+        ]
+        candidates = ([self.known] if self.known is not None else []) + found
+        for member in candidates:
+            if member.key == self.context.member().key:
+                continue
+            try:
+                async with asyncio.timeout(self._timing.coordinator_s):
+                    reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError, TimeoutError):
+                continue
+            counter = int(reply.detail.get("ballot", 0))
+            self._highest = max(self._highest, counter)
+            if reply.detail.get("coordinator"):
+                self._know(member)
+                return True
+        self._know(None)
+        return False
+
+    async def _stand(self) -> bool:
+        """One candidacy; True if it reigned until the run was finished."""
+        ballot = Ballot(self._highest + 1, self.context.peer)
+        self._highest += 1
+        replies = await self._elect(ballot)
+        record = max((r.record for r in replies if r.record is not None), key=lambda r: r.step, default=None)
+        stages = {reply.stage for reply in replies}
+        if record is not None and len(stages) < self.context.config.num_stages:
+            missing = sorted(set(range(self.context.config.num_stages)) - stages)
+            logger.warning("not elected: no member of stages %s answers", missing)
+            return False
+        coordinator = Coordinator(self._link, self._tasks, ballot)
+        coordinator.adopt(record, max((r.term.n for r in replies), default=0))
+        prepared: dict[int, m.StageResult] = {}
+        if record is not None:
+            for reply in replies:
+                for step, result in reply.prepared:
+                    known = prepared.get(reply.stage)
+                    if step == record.step + 1 and (known is None or result.attempt.order > known.attempt.order):
+                        prepared[reply.stage] = result
+                    elif step == record.step + 1 and known is not None and result.attempt == known.attempt:
+                        holders = (*known.holders, *result.holders)
+                        prepared[reply.stage] = known.model_copy(update={"holders": holders})
+        self.coordinator = coordinator
+        self._know(self.context.member())
+        logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
+        announcing = self._tasks.start(self._announce_loop(ballot), "announce coordinator")
+        try:
+            await coordinator.run(prepared)
+            await asyncio.Event().wait()  # goes on answering trainers and newcomers
+        finally:
+            announcing.cancel()
+        return True
+
+    async def _elect(self, ballot: Ballot) -> list[m.Elected]:
+        """Ask every announced stage peer to accept `ballot`.
+
+        Raises:
+            Demoted: somebody accepted a higher one.
+        """
+        config, run = self.context.config, self.context.run
+        rosters = await asyncio.gather(
+            *(self.context.dht.lookup(stage_key(run, stage)) for stage in range(config.num_stages))
+        )
+        request = m.Elect(run=run, ballot=ballot, coordinator=self.context.member())
+
+        async def ask(record: PeerRecord) -> m.Elected | None:
+            member = m.Member(peer=record.peer, incarnation=record.incarnation, host=record.host, port=record.port)
+            try:
+                return (await self._link.ask(member, request, m.Elected))[0]
+            except RefusedBy as refused:
+                if refused.code == "lower_ballot":
+                    raise Demoted(refused.reason) from None
+                return None
+            except (LinkError, RemoteError):
+                return None
+
+        try:
+            replies = await asyncio.gather(*(ask(record) for roster in rosters for record in roster))
+        except Demoted:
+            self._highest += 1
+            raise
+        return [reply for reply in replies if reply is not None]
+
+    async def _announce_loop(self, ballot: Ballot) -> None:
+        context = self.context
+        while True:
+            await announce(self._link, context.dht, coordinator_key(context.run), PeerRecord(
+                peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.advertise_host,
+                port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
+                sequence=context.identity.next_sequence(), ballot=ballot.counter,
+            ))  # fmt: skip
+            await asyncio.sleep(self._timing.record_ttl_s / 3)
+
+

@@ -1,0 +1,183 @@
+"""A stage leader's shell: grants claims, collects ledgers, runs the all-reduce. Any member may be told to lead.
+
+Owns the claim books; the rules are pure and live in `lifecycle/claims.py`. Must not decide a step: the coordinator does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from swarm.base.errors import LinkError, RemoteError
+from swarm.lifecycle.claims import ClaimBook
+from swarm.net.transport import Progress
+from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.peer.stage_member import StageMember, stage_result
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class StageLeader:
+    """Serves `Claim`, `Gather` and `Average`."""
+
+    def __init__(self, link: Link, member: StageMember) -> None:
+        self._link = link
+        self._member = member
+        self._books: dict[int, ClaimBook] = {}
+        link.register(m.Claim, self._on_claim)
+        link.register(m.Gather, self._on_gather)
+        link.register(m.Average, self._on_average)
+        member.on_commit.append(self._forget)
+
+    def _forget(self, record: m.CommitRecord) -> None:
+        for step in [s for s in self._books if s <= record.step]:
+            del self._books[step]
+
+    def _book(self, step: int) -> ClaimBook:
+        """The book of `step`; the record's first ready member leads without being told, at the zero term."""
+        book = self._books.get(step)
+        if book is None:
+            leader = self._member.leader_of(step)
+            if leader is None or leader.key != self._member.me.key:
+                raise Refuse("wrong_state", "this peer does not lead the stage")
+            book = self._books[step] = ClaimBook(step, m.Term(), self._member.members_for(step))
+        return book
+
+    async def _on_claim(self, message: m.Claim, frame: Frame, progress: Progress) -> m.Claimed:
+        self._member.require_stage(message.stage)
+        self._member.step_state(message.step)  # refuses steps that are over or too far ahead
+        book = self._book(message.step)
+        if message.term.order != book.term.order:
+            raise Refuse("wrong_state", f"claims are granted at term {book.term.order}, not {message.term.order}")
+        granted = []
+        reason = ""
+        for index in message.indexes:
+            answer = book.ask(message.member, index)
+            if answer.verdict == "conflict" and answer.holder is not None:
+                await self._take_back(book, index, answer.holder)
+                answer = book.ask(message.member, index)
+            if answer.verdict == "granted":
+                granted.append(index)
+            else:
+                reason = answer.reason
+        return m.Claimed(term=book.term, granted=tuple(granted), reason=reason)
+
+    async def _take_back(self, book: ClaimBook, index: int, holder: m.Member) -> None:
+        """Ask the holder for its unused claim; one that cannot be reached is struck for this step."""
+        request = m.Revoke(
+            run=self._link.context.run, stage=self._member.stage, step=book.step, term=book.term, index=index
+        )
+        try:
+            reply, _ = await self._link.ask(holder, request, m.Revoked)
+        except (LinkError, RemoteError) as error:
+            freed = book.strike(holder)
+            logger.info("step %d: %s struck, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), error)
+            return
+        if reply.held:
+            book.mark_held(index, holder)
+        else:
+            book.give_back(index, holder)
+
+    async def _on_gather(self, message: m.Gather, frame: Frame, progress: Progress) -> m.Gathered:
+        member = self._member
+        member.require_stage(message.stage)
+        member.accept_ballot(message.term.ballot)
+        member.step_state(message.step)
+        known = self._books.get(message.step)
+        if known is not None and message.term.order < known.term.order:
+            raise Refuse("wrong_state", f"term {known.term.order} has begun")
+        struck = {x.key: x for x in message.struck}
+        if known is not None:
+            struck |= known.struck  # struck for the whole step
+        book = ClaimBook(message.step, message.term, message.members)
+        book.struck |= struck
+        self._books[message.step] = book
+        asked = [x for x in message.members if x.key not in book.struck]
+        seals = [s for s in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if s is not None]
+        if self._books.get(message.step) is not book:
+            raise Refuse("wrong_state", "a newer term began")
+        self._compare(book, seals)
+        seals = [s for s in seals if s.member.key not in book.struck]
+        book.load(seals)
+        return m.Gathered(
+            seals=tuple(s for s in seals if s.member.key not in book.struck), struck=tuple(book.struck.values())
+        )
+
+    async def _collect(self, message: m.Gather, book: ClaimBook, target: m.Member) -> m.Seal | None:
+        request = m.Collect(
+            run=message.run, stage=message.stage, step=message.step, term=message.term, freeze=message.freeze,
+            leader=self._member.me,
+        )  # fmt: skip
+        try:
+            reply, _ = await self._link.ask(target, request, m.Collected)
+        except RefusedBy as refused:
+            if refused.code in ("lower_ballot", "stale"):
+                raise  # the coordinator, or this leader, is what is out of date
+            error: Exception = refused
+        except (LinkError, RemoteError) as failure:
+            error = failure
+        else:
+            if reply.seal.member.key == target.key:
+                return reply.seal
+            error = RemoteError("another incarnation answers there")
+        book.strike(target)
+        logger.info("step %d: %s struck: %s", message.step, target.peer[:8], error)
+        return None
+
+    def _compare(self, book: ClaimBook, seals: list[m.Seal]) -> None:
+        """A replica whose state differs from its peers' must not contribute: it is struck and will resynchronise."""
+        digests = [s.state_digest for s in seals if s.state_digest and s.head == self._member.versions.newest.head]
+        if len(set(digests)) < 2:
+            return
+        mine = self._member.state_digest
+        most, count = Counter(digests).most_common(1)[0]
+        agreed = most if count * 2 > len(digests) or not mine else mine
+        for seal in seals:
+            if seal.state_digest and seal.head == self._member.versions.newest.head and seal.state_digest != agreed:
+                logger.error("step %d: state of %s differs from its peers'; struck", book.step, seal.member.peer[:8])
+                book.strike(seal.member)
+
+    async def _on_average(self, message: m.Average, frame: Frame, progress: Progress) -> m.Averaged:
+        self._member.require_stage(message.stage)
+        self._member.accept_ballot(message.term.ballot)
+        progress.follow(lambda: self._member.background.finished)
+        targets = [seal.member for seal in message.seals]
+        replies = await asyncio.gather(*(self._reduce(message, x, progress) for x in targets))
+        holders: dict[str, list[m.Member]] = {}
+        suspects: Counter[tuple[str, str]] = Counter()
+        reasons: list[str] = []
+        squares = 0.0
+        for target, reply in zip(targets, replies, strict=True):
+            if isinstance(reply, m.Reduced):
+                if reply.average_digest:
+                    holders.setdefault(reply.average_digest, []).append(target)
+                    squares = reply.sum_squares
+                suspects.update(x.key for x in reply.suspects)
+                if reply.reason:
+                    reasons.append(f"{target.peer[:8]}: {reply.reason}")
+            else:
+                suspects[target.key] += len(targets)
+                reasons.append(f"{target.peer[:8]}: {reply}")
+        if len(holders) == 1:
+            digest, who = next(iter(holders.items()))
+            result = stage_result(message.term, message.seals, digest, squares, tuple(who))
+            return m.Averaged(result=result, reason="; ".join(reasons)[:2000])
+        if len(holders) > 1:
+            reasons.append("members hold different averages")
+        ordered = [x for x in targets if x.key in suspects]
+        ordered.sort(key=lambda x: -suspects[x.key])
+        return m.Averaged(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
+
+    async def _reduce(self, message: m.Average, target: m.Member, progress: Progress) -> m.Reduced | Exception:
+        request = m.Reduce(
+            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals
+        )
+        try:
+            timing = self._link.context.config.timing
+            reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.average_s, progress=progress)
+        except (LinkError, RemoteError) as error:
+            return error
+        return reply

@@ -1,0 +1,162 @@
+"""A stage peer: composition root that builds its parts and owns every task. Decides nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from swarm.base.errors import StorageError, SwarmError
+from swarm.peer.claims_client import ClaimsClient
+from swarm.peer.context import PeerContext
+from swarm.peer.link import Link, Tasks
+from swarm.peer.membership import Membership
+from swarm.peer.micro_batches import MicroBatchServer
+from swarm.peer.run_info import RunInfoServer
+from swarm.peer.stage_leader import StageLeader
+from swarm.peer.stage_member import StageMember
+from swarm.peer.state_transfer import StateDonor
+from swarm.stage.checkpoint import write_checkpoint
+from swarm.stage.compute import StageCompute
+from swarm.stage.executor import Executor, Priority
+from swarm.stage.module import StageFactory
+from swarm.stage.stash import MemoryBudget
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+
+
+class StagePeer:
+    """Serves one stage until stopped.
+
+    Args:
+        context: who this peer is.
+        stage: which stage it serves.
+        factory: builds the stage's module.
+        executor: the device's compute thread.
+        background: averages, digests and checkpoints; a thread of its own.
+        device: torch device of parameters and activations.
+        state_dir: where checkpoints go; None writes none.
+        memory_limit_bytes: bound of what in-flight micro-batches may hold.
+    """
+
+    def __init__(
+        self,
+        context: PeerContext,
+        *,
+        stage: int,
+        factory: StageFactory,
+        executor: Executor,
+        background: Executor,
+        device: str = "cpu",
+        state_dir: Path | None = None,
+        memory_limit_bytes: int = 2**30,
+    ) -> None:
+        config = context.config
+        self.context = context
+        self.stage = stage
+        self._state_dir = state_dir
+        self._executor = executor
+        self._background = background
+        self._tasks = Tasks()
+        self.link = Link(context)
+        compute = StageCompute(factory, stage, precision=config.precision, seed=config.seed, device=device)
+        compute.show_progress(executor)
+        self.member = StageMember(self.link, stage, compute, executor, background, self._tasks)
+        self.leader = StageLeader(self.link, self.member)
+        self.membership = Membership(self.link, self.member)
+        budget = MemoryBudget(memory_limit_bytes)
+        self.micro_batches = MicroBatchServer(
+            self.link, self.member, ClaimsClient(self.link, self.member, self._tasks), budget
+        )
+        self.micro_batches.accepting = lambda: self.membership.serving
+        StateDonor(self.link, self.member)
+        RunInfoServer(self.link, record=lambda: self.member.record, status=self._status)
+        self.member.on_commit.append(self._checkpoint)
+        self._stopped = asyncio.Event()
+
+    def _status(self) -> m.StatusReply:
+        member, served = self.member, self.micro_batches
+        return m.StatusReply(
+            role="stage", member=self.context.member(), step=member.num_commits,
+            head=member.record.head if member.record else "", state=self.membership.state,
+            detail={
+                "stage": self.stage, "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
+                "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
+                "parameters": member.compute.layout.num_elements,
+            },
+            stages=member.record.members if member.record else (),
+        )  # fmt: skip
+
+    def _checkpoint(self, record: m.CommitRecord) -> None:
+        """The first `checkpoint_copies` members of the stage write the state that `record` made."""
+        config, version = self.context.config, self.member.versions.newest
+        due = record.step + 1 == config.total_steps or (
+            config.checkpoint_every > 0 and (record.step + 1) % config.checkpoint_every == 0
+        )
+        writers = [x.key for x in record.members[self.stage] if x.ready][: config.checkpoint_copies]
+        if record.step < 0 or not due or self._state_dir is None or self.member.me.key not in writers:
+            return
+        if version.head == record.head:
+            self._tasks.start(self._write(self._state_dir), f"checkpoint of step {record.step + 1}")
+
+    async def _write(self, root: Path) -> None:
+        version, optimizer = self.member.versions.newest, self.member.versions.optimizer
+        context = self.context
+
+        def job() -> Path:
+            return write_checkpoint(
+                root, self.stage, version, optimizer, self.member.compute.layout, context.config,
+                config_bytes=context.config_bytes,
+            )  # fmt: skip
+
+        try:
+            path = (await self._background.run(job, Priority.EVALUATION)).value
+        except StorageError as error:
+            logger.error("%s; training goes on", error)
+        else:
+            logger.info("checkpoint %s", path)
+
+    async def start(self) -> None:
+        await self.link.serve()
+        await self.context.dht.start(self.context.bootstrap)
+        self._tasks.start(self.membership.announce_loop(), "announce", vital=True)
+        self._tasks.start(self.membership.join_loop(), "membership", vital=True)
+
+    def stop(self) -> None:
+        """End `run`; `close` then drains."""
+        self._stopped.set()
+
+    async def run(self) -> None:
+        """Until `stop`.
+
+        Raises:
+            SwarmError: a part of the peer failed.
+        """
+        assert self._tasks.failure is not None
+        waiter = asyncio.ensure_future(self._stopped.wait())
+        await asyncio.wait([waiter, self._tasks.failure], return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if self._tasks.failure.done():
+            self._tasks.failure.result()
+
+    async def close(self) -> None:
+        """Take nothing new, finish what is in flight and the checkpoint being written (within a bound), and go."""
+        self.membership.drain()
+        try:
+            async with asyncio.timeout(self.context.config.timing.connect_s):
+                await self.membership.leave()
+        except (SwarmError, TimeoutError):
+            logger.info("left without telling the coordinator")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + DRAIN_S
+        while self.micro_batches.in_flight and loop.time() < until:
+            await asyncio.sleep(0.05)
+        await self._background.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        await self._tasks.close()
+        self._executor.close()
+        self._background.close()
+        await self.context.dht.close()
+        await self.context.transport.close()

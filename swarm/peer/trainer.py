@@ -1,0 +1,418 @@
+"""A trainer: leases tickets, sends each micro-batch on its way, reports it done, and tells what each record says.
+
+One process keeps all stages busy: micro-batches are in flight at once, as many as `policy/in_flight.py` allows. Needs no
+torch. Owns the data feed's use and the wiring; decides nothing about steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.base.ids import Ticket
+from swarm.net.transport import Progress
+from swarm.peer.context import PeerContext
+from swarm.peer.hop import call_stage
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.run_info import RunInfoServer
+from swarm.peer.seat import Seat
+from swarm.peer.wiring import Wiring
+from swarm.policy.in_flight import InFlightControl
+from swarm.wire import messages as m
+from swarm.wire.framing import Buffer
+
+logger = logging.getLogger(__name__)
+
+
+class BatchLike(Protocol):
+    """Named arrays with a leading batch dimension."""
+
+    @property
+    def inputs(self) -> dict[str, np.ndarray]: ...
+    @property
+    def labels(self) -> dict[str, np.ndarray]: ...
+
+
+class FeedLike(Protocol):
+    """Ticket -> samples; `feed.Feed` is the real one."""
+
+    data_digest: str
+
+    def batch(self, ticket: Ticket) -> BatchLike: ...
+    def eval_batches(self) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One committed step, as a trainer saw it; all but the times and retries come from the record."""
+
+    record: m.CommitRecord
+    seconds: float
+    retries: int
+
+    def json_line(self) -> dict[str, Any]:
+        record = self.record
+        return {
+            "step": record.step + 1,
+            "head": record.head,
+            "loss": record.loss,
+            "tokens": record.tokens,
+            "tokens_per_s": record.tokens / self.seconds if self.seconds > 0 else 0.0,
+            "seconds": self.seconds,
+            "grad_norm": record.grad_norm,
+            "lr": record.learning_rate,
+            "peers": [len(members) for members in record.members],
+            "retries": self.retries,
+            "skipped": record.skipped,
+            "tickets": [result.num_tickets for result in record.results],
+            "reopened": record.reopened,
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss in nats per token on the held-out samples, at the head after `step` commits."""
+
+    step: int
+    head: str
+    loss: float
+    tokens: int
+
+
+class Trainer:
+    """Serves `num_steps` steps (None: until the run is finished), then leaves."""
+
+    def __init__(
+        self,
+        context: PeerContext,
+        *,
+        feed: FeedLike,
+        num_steps: int | None = None,
+        in_flight: int | None = None,
+        on_step: Callable[[StepReport], None] = lambda report: None,
+        on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+    ) -> None:
+        self.context = context
+        self.config = context.config
+        self._feed = feed
+        self._num_steps = num_steps
+        self._on_step = on_step
+        self._on_evaluation = on_evaluation
+        self._tasks = Tasks()
+        self.link = Link(context)
+        self.seat = Seat(self.link, self._tasks, rank=1)
+        self._info = RunInfoServer(self.link, record=lambda: self.record, status=self._status)
+        self._wiring = Wiring(self.config.num_stages, context.rng, max_ban_s=self.config.timing.record_ttl_s)
+        highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
+        start = min(highest, in_flight or 2 * self.config.num_stages)
+        self._control = InFlightControl(start, highest=highest)
+        self._fixed = in_flight
+        self.record: m.CommitRecord | None = None
+        self._first_step: int | None = None
+        self._last_commit_at = 0.0
+        self._running: dict[Ticket, asyncio.Task[None]] = {}
+        self._done: dict[Ticket, bool] = {}
+        self._evaluated: tuple[int, float, int] | None = None
+        self._wake = asyncio.Event()
+        self._report = asyncio.Event()
+        self._stopping = False
+        self.finished = False
+        self._retries = 0
+        self.waiting_for = ""
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        await self.link.serve()
+        await self.context.dht.start(self.context.bootstrap)
+        self._last_commit_at = asyncio.get_running_loop().time()
+        self._tasks.start(self.seat.run(), "seat", vital=True)
+        self._tasks.start(self._poll_loop(), "lease", vital=True)
+        self._tasks.start(self._report_loop(), "report", vital=True)
+
+    def stop(self) -> None:
+        """Hand back what is leased and end `run`."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until the run is finished, the steps are served, or `stop` was called.
+
+        Raises:
+            SwarmError: a part of the trainer failed.
+        """
+        assert self._tasks.failure is not None
+        while not (self.finished or self._stopping or self._served):
+            self._wake.clear()
+            waiter = asyncio.ensure_future(self._wake.wait())
+            await asyncio.wait([waiter, self._tasks.failure], return_when=asyncio.FIRST_COMPLETED)
+            waiter.cancel()
+            if self._tasks.failure.done():
+                self._tasks.failure.result()
+        if self.seat.coordinator is not None and self.finished:
+            await asyncio.sleep(self.config.timing.coordinator_s)  # others still ask this peer whether all is done
+
+    @property
+    def _served(self) -> bool:
+        """The steps it was asked to serve have all committed."""
+        if self._num_steps is None or self._first_step is None or self.record is None:
+            return False
+        return self.record.step + 1 >= self._first_step + self._num_steps
+
+    async def close(self) -> None:
+        if self.seat.known is not None and not self.finished:
+            try:
+                async with asyncio.timeout(self.config.timing.connect_s):
+                    await self._lease(leaving=True)
+            except (SwarmError, TimeoutError):
+                pass  # the leases expire by themselves
+        await self._tasks.close()
+        await self.context.dht.close()
+        await self.context.transport.close()
+
+    def _status(self) -> m.StatusReply:
+        coordinator = self.seat.coordinator
+        detail: dict[str, str | int | float | bool] = {
+            "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self._retries,
+            "waiting_for": self.waiting_for[:200], "coordinator": coordinator is not None,
+            "ballot": coordinator.ballot.counter if coordinator is not None else 0,
+        }  # fmt: skip
+        return m.StatusReply(
+            role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else 0,
+            head=self.record.head if self.record else "", state="finished" if self.finished else "training",
+            detail=detail, stages=self.record.members if self.record else (),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------ leases
+
+    @property
+    def limit(self) -> int:
+        return self._fixed or self._control.limit
+
+    async def _lease(self, *, want: int = 0, leaving: bool = False) -> m.Leased:
+        coordinator = self.seat.known
+        if coordinator is None:
+            raise LinkError("no coordinator is known")
+        done = dict(self._done)
+        evaluated = self._evaluated
+        request = m.Lease(
+            run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
+            known_step=self.record.step if self.record is not None else -2, done=tuple(done.items()),
+            holding=tuple(self._running), want=want, retries=self._retries, evaluated=evaluated, leaving=leaving,
+        )  # fmt: skip
+        timing = self.config.timing
+        leased, _ = await self.link.ask(coordinator, request, m.Leased, stall_s=timing.coordinator_s + timing.heartbeat_s)
+        for ticket in done:
+            self._done.pop(ticket, None)
+        if evaluated is not None and evaluated == self._evaluated:
+            self._evaluated = None
+        self._take(leased)
+        return leased
+
+    async def _poll_loop(self) -> None:
+        """Ask for as much work as may be in flight; the coordinator holds the question open until there is some."""
+        while True:
+            want = self.limit - len(self._running)
+            if want <= 0 or self.finished or self._stopping:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                leased = await self._lease(want=want)
+            except RefusedBy as refused:
+                if refused.code in ("bad_request", "wrong_run"):
+                    raise
+                await self._pause(refused)
+                continue
+            except (LinkError, RemoteError) as error:
+                await self._pause(error)
+                continue
+            self.waiting_for = leased.waiting_for
+            record = self.record
+            for ticket in leased.tickets:
+                if ticket not in self._running and record is not None:
+                    self._running[ticket] = self._tasks.start(self._serve(ticket), f"ticket {tuple(ticket)}", vital=True)
+            if leased.evaluate and record is not None:
+                await self._evaluate(record)
+
+    async def _pause(self, error: Exception) -> None:
+        self.waiting_for = f"a coordinator ({error})"
+        self.seat.changed.clear()
+        try:
+            async with asyncio.timeout(0.2):
+                await self.seat.changed.wait()
+        except TimeoutError:
+            return
+
+    async def _report_loop(self) -> None:
+        """Report finished tickets at once, also while a question for work is open."""
+        while True:
+            await self._report.wait()
+            self._report.clear()
+            if not self._done and self._evaluated is None:
+                continue
+            try:
+                await self._lease()
+            except (LinkError, RemoteError):
+                await asyncio.sleep(0.2)
+                self._report.set()
+
+    def _take(self, leased: m.Leased) -> None:
+        loop = asyncio.get_running_loop()
+        for record in sorted(leased.records, key=lambda r: r.step):
+            if self.record is not None and record.step <= self.record.step:
+                continue
+            self.record = record
+            self._wiring.set_record(record)
+            if self._first_step is None:
+                self._first_step = record.step + 1
+            for ticket in [t for t in self._running if t.step <= record.step]:
+                self._running[ticket].cancel()
+            if record.step >= 0:
+                now = loop.time()
+                self._on_step(StepReport(record, now - self._last_commit_at, self._retries))
+                self._last_commit_at, self._retries = now, 0
+            else:
+                self._last_commit_at = loop.time()
+        self.finished = self.finished or leased.finished
+        self._wake.set()
+
+    # ------------------------------------------------------------------------------------------------ tickets
+
+    async def _serve(self, ticket: Ticket) -> None:
+        """One leased ticket: sent again on new routes until it is back or its step has committed."""
+        try:
+            accumulated = await self._train(ticket)
+        except Refuse as refused:
+            logger.warning("ticket %s given up: %s", tuple(ticket), refused)
+        else:
+            self._done[ticket] = accumulated
+            if self._fixed is None:
+                self._control.completed(asyncio.get_running_loop().time())
+        finally:
+            self._running.pop(ticket, None)
+            self._report.set()
+            self._wake.set()
+
+    async def _train(self, ticket: Ticket) -> bool:
+        batch = self._feed.batch(ticket)
+        tensors, buffers = _payload(batch)
+        loop = asyncio.get_running_loop()
+        downstream: dict[int, str] = {}
+        backoff = 0.1
+        give_up_at = loop.time() + self.config.timing.stage_lost_s
+        while True:
+            try:
+                trained = await self._pass("train", ticket, self._head_for(ticket.step), tensors, buffers, downstream)
+                return all(hop.accumulated for hop in trained.hops)
+            except RefusedBy as refused:
+                if refused.code in ("ahead", "stale"):
+                    return True  # over already: the next lease tells
+                reason = str(refused)
+            except RemoteError as error:
+                reason = str(error)
+            self._retries += 1
+            if loop.time() > give_up_at:
+                raise Refuse("no_candidate", reason)
+            logger.info("ticket %s again: %s", tuple(ticket), reason[:300])
+            await asyncio.sleep(backoff * self.context.rng.uniform(0.5, 1.0))
+            backoff = min(2.0, backoff * 2)
+
+    def _head_for(self, step: int) -> str:
+        """The head whose parameters the tickets of `step` use."""
+        record = self.record
+        assert record is not None
+        base = self.config.base_step(step)
+        if record.step + 1 == base:
+            return record.head
+        if record.step == base:
+            return record.previous_head
+        raise Refuse("ahead", f"step {step} builds on {base} commits, the newest record has {record.step + 1}")
+
+    async def _pass(
+        self, mode: Any, ticket: Ticket, head: str, tensors: tuple[m.TensorSpec, ...], buffers: list[Buffer],
+        downstream: dict[int, str],
+    ) -> m.Trained:  # fmt: skip
+        """One pass along one route.
+
+        Raises:
+            RemoteError: nobody could take it; the wiring knows who failed.
+        """
+        loop = asyncio.get_running_loop()
+        num_samples = tensors[0].shape[0] if tensors[0].shape else 1
+        route = self._wiring.route(num_samples, now=loop.time(), downstream=downstream)
+        if isinstance(route, int):
+            raise RemoteError(f"stage {route} has no peer that may be tried now")
+        downstream.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
+
+        def request(remaining: m.Route) -> m.Train:
+            return m.Train(
+                run=self.context.run, mode=mode, ticket=ticket, head=head, stage=0, route=remaining, tensors=tensors
+            )
+
+        progress = Progress()
+        try:
+            result = await call_stage(self.link, route, request, buffers, stage=0, progress=progress)
+        except Refuse as refused:  # every candidate of stage 0 failed
+            for candidate in route[0]:
+                self._wiring.failed(0, candidate.peer, now=loop.time(), waited_s=0.0, num_samples=num_samples)
+            raise RemoteError(str(refused)) from None
+        for member, _, waited_s in result.failed:
+            self._wiring.failed(0, member.peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)
+        for hop in result.trained.hops:
+            downstream[hop.stage] = hop.peer
+            for peer, reason in hop.failed:
+                waited_s = self.config.timing.stall_s if reason.startswith("Stalled") else 0.0
+                self._wiring.failed(hop.stage, peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)
+        if mode == "train":
+            self._wiring.observe(route, result.trained.hops, num_samples)
+        return result.trained
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    async def _evaluate(self, record: m.CommitRecord) -> None:
+        """Mean loss over the held-out samples at `record.head`; nothing trains meanwhile."""
+        limit = asyncio.Semaphore(2 * self.config.num_stages)
+
+        async def one(number: int, batch: BatchLike) -> tuple[float, int]:
+            tensors, buffers = _payload(batch)
+            async with limit:
+                for attempt in range(20):
+                    try:
+                        ticket = Ticket(record.step + 1, number)
+                        trained = await self._pass("eval", ticket, record.head, tensors, buffers, {})
+                        return trained.loss_sum, trained.tokens
+                    except (LinkError, RemoteError) as error:
+                        logger.info("evaluation batch %d again: %s", number, error)
+                        await asyncio.sleep(0.1 * (attempt + 1))
+            raise RemoteError(f"evaluation batch {number} found no route")
+
+        try:
+            parts = await asyncio.gather(*(one(i, b) for i, b in enumerate(self._feed.eval_batches())))
+        except RemoteError as error:
+            logger.warning("no evaluation after step %d: %s", record.step + 1, error)
+            parts = []
+        loss_sum, tokens = sum(p[0] for p in parts), sum(p[1] for p in parts)
+        if tokens:
+            self._on_evaluation(Evaluation(record.step + 1, record.head, loss_sum / tokens, tokens))
+        self._evaluated = (record.step, loss_sum, tokens)
+        self._report.set()
+
+
+def _payload(batch: BatchLike) -> tuple[tuple[m.TensorSpec, ...], list[Buffer]]:
+    """The batch as raw tensors: inputs for stage 0, labels for the last."""
+    specs: list[m.TensorSpec] = []
+    buffers: list[Buffer] = []
+    for role, arrays in (("input", batch.inputs), ("label", batch.labels)):
+        for name, array in arrays.items():
+            array = np.ascontiguousarray(array)
+            specs.append(m.TensorSpec(name=name, dtype=str(array.dtype), shape=array.shape, role=role))  # type: ignore[arg-type]
+            buffers.append(memoryview(array).cast("B") if array.size else b"")
+    return tuple(specs), buffers
+

@@ -1,0 +1,60 @@
+"""Stochastic wiring: turns the newest record's members into a route for each micro-batch, by IWRR at each stage.
+
+The shell around `policy/routing.py`: feeds it with hops and failures. Knows no transport.
+"""
+
+from __future__ import annotations
+
+import random
+
+from swarm.policy.routing import StageRouter
+from swarm.wire import messages as m
+
+
+class Wiring:
+    """One trainer's routers, one for each stage."""
+
+    def __init__(self, num_stages: int, rng: random.Random, *, max_ban_s: float) -> None:
+        self._routers = [StageRouter(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
+        self._members: list[dict[tuple[str, str], m.Member]] = [{} for _ in range(num_stages)]
+
+    def set_record(self, record: m.CommitRecord) -> None:
+        """Take over the members of the newest record; those that are not ready are not routed to."""
+        for stage, router in enumerate(self._routers):
+            self._members[stage] = {x.key: x for x in record.members[stage] if x.ready}
+            router.set_members(self._members[stage])
+
+    def route(self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None) -> m.Route | int:
+        """Candidates for every stage, or the first stage that has none at `now`.
+
+        Args:
+            num_samples: size of the micro-batch, for the work that is reserved.
+            now: seconds on the trainer's clock.
+            downstream: for a re-issued ticket, the peer that served each stage before: it is asked first.
+        """
+        route = []
+        for stage, router in enumerate(self._routers):
+            peer = (downstream or {}).get(stage)
+            first = next((key for key in self._members[stage] if key[0] == peer), None) if peer else None
+            keys = router.candidates(num_samples, now=now, first=first)
+            if not keys:
+                return stage
+            route.append(tuple(self._members[stage][key] for key in keys))
+        return tuple(route)
+
+    def observe(self, route: m.Route, hops: tuple[m.Hop, ...], num_samples: int) -> None:
+        """Feed the hops of a finished micro-batch: queue and compute seconds of each stage."""
+        for hop in hops:
+            reserved = route[hop.stage][0].key
+            key = next((x.key for x in route[hop.stage] if x.peer == hop.peer), None)
+            if key is not None:
+                seconds = hop.queue_s + hop.forward_s + hop.backward_s
+                self._routers[hop.stage].observe(key, seconds, num_samples, reserved=reserved)
+
+    def failed(self, stage: int, peer: str, *, now: float, waited_s: float, num_samples: int) -> None:
+        key = next((key for key in self._members[stage] if key[0] == peer), None)
+        if key is not None:
+            self._routers[stage].failed(key, now=now, waited_s=waited_s, num_samples=num_samples)
+
+    def next_unban(self, stage: int, now: float) -> float | None:
+        return self._routers[stage].next_unban(now)

@@ -1,0 +1,122 @@
+"""Stochastic wiring by interleaved weighted round robin (SWARM, arXiv 2301.11913, section 3.2).
+
+One `StageRouter` for each stage and trainer. Pure: time and randomness are arguments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Key = tuple[str, str]
+
+EMA_ALPHA = 0.1
+FIRST_BAN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    key: Key
+    assigned_work_s: float
+    num_assigned: int = 0
+    weighted_s: float = 0.0
+    weight: float = 0.0
+    num_failures: int = 0
+    banned_until: float = 0.0
+
+    @property
+    def seconds_per_sample(self) -> float | None:
+        """Bias-corrected exponential moving average, or None until measured."""
+        return self.weighted_s / self.weight if self.weight else None
+
+
+class StageRouter:
+    """Spreads micro-batches over the peers of one stage in proportion to their speed."""
+
+    def __init__(self, rng: random.Random, *, max_ban_s: float = 30.0) -> None:
+        self._rng = rng
+        self._max_ban_s = max_ban_s
+        self._peers: dict[Key, _Peer] = {}
+        #: (assigned work in s, assigned before anyone was measured, random tie, peer)
+        self._heap: list[tuple[float, int, float, Key]] = []
+
+    def set_members(self, keys: Iterable[Key]) -> None:
+        """Take over the stage's members; a new one enters at the heap's minimum, so that it is tried at once."""
+        keys = list(keys)
+        gone = set(self._peers) - set(keys)
+        for key in sorted(gone):
+            del self._peers[key]
+        lowest = min((peer.assigned_work_s for peer in self._peers.values()), default=0.0)
+        for key in keys:
+            if key not in self._peers:
+                self._peers[key] = _Peer(key, lowest)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [self._entry(peer) for peer in self._peers.values()]
+        heapq.heapify(self._heap)
+
+    def _entry(self, peer: _Peer) -> tuple[float, int, float, Key]:
+        return (peer.assigned_work_s, peer.num_assigned, self._rng.random(), peer.key)
+
+    def _charge(self, peer: _Peer, num_samples: int) -> None:
+        peer.assigned_work_s += num_samples * self._cost(peer)
+        peer.num_assigned += 1
+
+    def _cost(self, peer: _Peer) -> float:
+        own = peer.seconds_per_sample
+        if own is not None:
+            return own
+        measured = [p.seconds_per_sample for p in self._peers.values() if p.seconds_per_sample is not None]
+        return statistics.median(measured) if measured else 0.0
+
+    def candidates(self, num_samples: int, *, now: float, first: Key | None = None, limit: int = 4) -> list[Key]:
+        """Peers to try, in order; work is reserved at the first. `first` goes in front if it may be tried.
+
+        Banned peers are left out. An empty list means that nobody of the stage may be tried at `now`.
+        """
+        order = [entry[-1] for entry in heapq.nsmallest(len(self._heap), self._heap)]
+        order = [key for key in order if self._peers[key].banned_until <= now]
+        if first in order:
+            order.remove(first)
+            order.insert(0, first)
+        order = order[:limit]
+        if order:
+            self._charge(self._peers[order[0]], num_samples)
+            self._heap = [entry for entry in self._heap if entry[-1] != order[0]]
+            heapq.heapify(self._heap)
+            heapq.heappush(self._heap, self._entry(self._peers[order[0]]))
+        return order
+
+    def observe(self, key: Key, seconds: float, num_samples: int, *, reserved: Key | None = None) -> None:
+        """`key` served a micro-batch in `seconds` of queue and compute; `reserved` is who was charged for it."""
+        peer = self._peers.get(key)
+        if peer is None:
+            return
+        peer.weighted_s = (1 - EMA_ALPHA) * peer.weighted_s + EMA_ALPHA * seconds / max(1, num_samples)
+        peer.weight = (1 - EMA_ALPHA) * peer.weight + EMA_ALPHA
+        peer.num_failures = 0
+        if reserved is not None and reserved != key:
+            self._charge(peer, num_samples)
+            self._rebuild()
+
+    def failed(self, key: Key, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
+        """A peer was silent, unreachable or broken: charged what was waited for, and banned for a doubling time."""
+        peer = self._peers.get(key)
+        if peer is None:
+            return
+        if waited_s > 0:
+            self.observe(key, waited_s, num_samples)
+        peer.num_failures += 1
+        peer.banned_until = now + min(self._max_ban_s, FIRST_BAN_S * 2 ** (peer.num_failures - 1))
+
+    def next_unban(self, now: float) -> float | None:
+        """Seconds until the first banned peer may be tried again; None if there is no peer at all."""
+        return min((max(0.0, p.banned_until - now) for p in self._peers.values()), default=None)
+
+    def seconds_per_sample(self, key: Key) -> float | None:
+        peer = self._peers.get(key)
+        return peer.seconds_per_sample if peer else None

@@ -1,0 +1,59 @@
+"""The gradient sum of one step at one peer, with its ledger. Written by the compute thread alone.
+
+Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise 1 rests on this).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swarm.lifecycle.step import Entry, Ledger
+from swarm.stage.layout import Layout
+
+
+class Accumulator:
+    """Sum over tickets of the gradient of the summed loss; flat, in the masters' dtype, allocated at first use."""
+
+    def __init__(self, step: int, layout: Layout, *, dtype: torch.dtype, device: str) -> None:
+        self.ledger = Ledger(step)
+        self._layout = layout
+        self._dtype = dtype
+        self._device = device
+        self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    def add(self, index: int, entry: Entry, gradients: list[torch.Tensor | None]) -> str:
+        """Check the claim, add the gradient and mark the ticket, as one job.
+
+        Returns:
+            "accumulated"; "overflow" if a gradient is not finite (ledgered, not added); "denied" without a valid claim.
+            An exception halfway discards the whole accumulator: its tickets will be missing from the seal.
+        """
+        if not self.ledger.may_add(index):
+            return "denied"
+        given = [g for g in gradients if g is not None]
+        if not all(bool(ok) for ok in [torch.isfinite(g).all() for g in given]):
+            self.ledger.add(index, entry, overflow=True)
+            return "overflow"
+        try:
+            if self._flat is None:
+                self._flat = torch.zeros(self._layout.num_elements, dtype=self._dtype, device=self._device)
+                self._views = self._layout.views(self._flat)
+            for view, gradient in zip(self._views, gradients, strict=True):
+                if gradient is not None:
+                    view.add_(gradient)
+        except BaseException:
+            self.discard()
+            raise
+        self.ledger.add(index, entry)
+        return "accumulated"
+
+    def discard(self) -> None:
+        self.ledger.discard()
+        self._flat, self._views = None, []
+
+    def contribution(self) -> torch.Tensor | None:
+        """A CPU copy [N] of the sum, unchanged by what comes later; None if nothing was added."""
+        if self._flat is None or not self.ledger.entries:
+            return None
+        return self._flat.detach().cpu().clone() if self._flat.device.type == "cpu" else self._flat.detach().cpu()

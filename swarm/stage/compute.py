@@ -1,0 +1,168 @@
+"""Forward and backward of one stage, as jobs of the compute thread. Owns torch; must not know messages' routes or peers.
+
+The module is called with a version's tensors through `functional_call`, so a ticket's forward, backward and
+recomputation all use the parameters it was issued for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch.func import functional_call
+
+from swarm.base.ids import Ticket
+from swarm.stage.executor import Executor
+from swarm.stage.layout import Layout
+from swarm.stage.module import StageFactory, Tensors
+from swarm.stage.versions import Version
+
+PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+MASTER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+_DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
+
+
+@dataclass
+class Activation:
+    """What a peer keeps of a micro-batch between its forward and its backward.
+
+    `outputs` hold the autograd graph; they are dropped where memory demands it, and the backward recomputes them.
+    """
+
+    ticket: Ticket
+    version: Version
+    inputs: Tensors
+    labels: Tensors | None
+    outputs: Tensors | None
+    #: Bytes of the saved graph, without parameters and inputs.
+    graph_bytes: int = 0
+    recomputed: bool = False
+
+
+@dataclass
+class Gradients:
+    """Of one backward: by input name, and in the layout's order for the parameters (None where unused)."""
+
+    inputs: Tensors
+    parameters: list[torch.Tensor | None] = field(repr=False)
+
+
+class StageCompute:
+    """The stage's module on its device."""
+
+    def __init__(self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu") -> None:
+        self.stage = stage
+        self.last = stage == factory.num_stages - 1
+        self.device = device
+        self.dtype = PRECISION_DTYPES[precision]
+        self.master_dtype = MASTER_DTYPES[precision]
+        self._seed = seed
+        module = factory.build(stage)
+        self.layout = Layout.of(module)
+        self.initial_masters = self.layout.flatten(
+            (p for p in module.parameters() if p.requires_grad), dtype=self.master_dtype, device=device
+        )
+        for parameter in module.parameters():  # values live in versions; the module keeps only its shape
+            if parameter.requires_grad:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        self._module = module.to(device)
+        self._ticket = Ticket(0, 0)
+        self._calls: dict[str, int] = {}
+        self._graph_bytes: dict[tuple[object, ...], int] = {}
+        for name, child in self._module.named_modules():
+            if isinstance(child, _DROPOUTS) and child.p > 0:
+                child.register_forward_pre_hook(self._seed_dropout(name))
+
+    def show_progress(self, executor: Executor) -> None:
+        """Have every parametrised submodule's forward advance the executor's counter: slowness is not death."""
+        for child in self._module.modules():
+            if next(child.parameters(recurse=False), None) is not None:
+                child.register_forward_hook(lambda *_: executor.tick())
+
+    def _seed_dropout(self, name: str):  # type: ignore[no-untyped-def]
+        """A mask is a function of (run seed, ticket, layer name, call), so a recomputation draws the same one."""
+
+        def hook(module: torch.nn.Module, args: object) -> None:
+            call = self._calls[name] = self._calls.get(name, 0) + 1
+            text = f"{self._seed}/{self._ticket.step}/{self._ticket.index}/{name}/{call}"
+            torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+
+        return hook
+
+    def _call(self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, train: bool) -> Tensors:
+        self._ticket = ticket
+        self._calls.clear()
+        if self._module.training != train:
+            self._module.train(train)
+        return functional_call(self._module, version.parameters, (inputs, labels))
+
+    def forward(
+        self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool
+    ) -> Activation:
+        """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their graph."""
+        inputs = {n: t.detach().requires_grad_(True) if t.is_floating_point() else t for n, t in inputs.items()}
+        activation = Activation(ticket, version, inputs, labels, None)
+        activation.outputs = self._outputs(activation, keep_graph)
+        return activation
+
+    def _outputs(self, activation: Activation, with_graph: bool) -> Tensors:
+        a = activation
+        signature = tuple((n, tuple(t.shape), t.dtype) for n, t in a.inputs.items())
+        if not with_graph:
+            with torch.no_grad():
+                return self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
+        known = self._graph_bytes.get(signature)
+        if known is not None:
+            a.graph_bytes = known
+            return self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
+        storages: dict[int, int] = {}
+        own = {p.untyped_storage().data_ptr() for p in a.version.parameters.values()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
+        a.graph_bytes = self._graph_bytes[signature] = sum(storages.values())
+        return outputs
+
+    def graph_bytes_like(self, inputs: Tensors) -> int:
+        """Bytes that a graph for inputs of these shapes took before; 0 if none was built yet."""
+        signature = tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items())
+        return self._graph_bytes.get(signature, 0)
+
+    def backward(self, activation: Activation, output_gradients: Tensors | None) -> Gradients:
+        """Gradients of one micro-batch; recomputes the forward with the ticket's own version if the graph was dropped.
+
+        Args:
+            activation: from `forward`; its outputs are let go.
+            output_gradients: by output name, or None at the last stage (the loss sum's gradient is one).
+        """
+        outputs = activation.outputs
+        if outputs is None or not any(t.requires_grad for t in outputs.values()):
+            outputs = self._outputs(activation, True)
+            activation.recomputed = True
+        activation.outputs = None
+        if output_gradients is None:
+            heads, seeds = [outputs["loss_sum"]], [torch.ones_like(outputs["loss_sum"])]
+        else:
+            names = [n for n, t in outputs.items() if t.requires_grad and n in output_gradients]
+            heads = [outputs[n] for n in names]
+            seeds = [output_gradients[n].to(outputs[n].dtype) for n in names]
+        inputs = {n: t for n, t in activation.inputs.items() if t.requires_grad}
+        parameters = list(activation.version.parameters.values())
+        result = torch.autograd.grad(heads, [*inputs.values(), *parameters], seeds, allow_unused=True)
+        by_input = {
+            name: g if g is not None else torch.zeros_like(t)
+            for (name, t), g in zip(inputs.items(), result, strict=False)
+        }
+        return Gradients(by_input, list(result[len(inputs) :]))
+
+    @torch.no_grad()
+    def evaluate(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Tensors:
+        """Forward only, dropout off."""
+        return self._call(version, Ticket(0, 0), inputs, labels, train=False)

@@ -1,0 +1,184 @@
+"""The compute thread: one per device, jobs by priority, backward before forward (1F1B). Knows no network and no protocol.
+
+`ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a modelled duration.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Priority(IntEnum):
+    """Lower runs first."""
+
+    CONTROL = 0
+    BACKWARD = 1
+    FORWARD = 2
+    EVALUATION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """A job's value, with the seconds it waited and ran."""
+
+    value: T
+    queue_s: float
+    run_s: float
+
+
+class Executor(abc.ABC):
+    """Runs jobs one at a time in the order of (priority, arrival)."""
+
+    @property
+    @abc.abstractmethod
+    def finished(self) -> int:
+        """Jobs finished so far, plus progress inside the running one: a counter for heartbeats."""
+
+    @abc.abstractmethod
+    def tick(self) -> None:
+        """Called from inside a long job (once per layer) to show that it advances."""
+
+    @abc.abstractmethod
+    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+        """Run `job`; its exception is raised here. Cancelling drops it if it has not begun."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Take no more jobs; the running one ends, queued ones are dropped."""
+
+
+class ThreadExecutor(Executor):
+    """One daemon thread. `run` must be called from the event loop the executor was made on."""
+
+    def __init__(self, name: str = "compute") -> None:
+        self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
+        self._order = itertools.count()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._finished = 0
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> int:
+        return self._finished
+
+    def tick(self) -> None:
+        self._finished += 1
+
+    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+        future: asyncio.Future[Outcome[T]] = self._loop.create_future()
+        with self._wake:
+            if self._closed:
+                raise asyncio.CancelledError("the executor is closed")
+            heapq.heappush(self._heap, (int(priority), next(self._order), job, future, time.monotonic()))
+            self._wake.notify()
+        return await future
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._heap and not self._closed:
+                    self._wake.wait()
+                if self._closed:
+                    return
+                _, _, job, future, queued_at = heapq.heappop(self._heap)
+            if future.cancelled():
+                continue
+            began = time.monotonic()
+            try:
+                value, error = job(), None
+            except BaseException as raised:  # handed to the waiter, whatever it is
+                value, error = None, raised
+            self._finished += 1
+            ended = time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(_settle, future, Outcome(value, began - queued_at, ended - began), error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+            del job, value, error, future
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            dropped, self._heap = self._heap, []
+            self._wake.notify()
+        for _, _, _, future, _ in dropped:
+            future.cancel()
+
+
+def _settle(future: asyncio.Future[Any], outcome: Outcome[Any], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(outcome)
+
+
+class InlineExecutor(Executor):
+    """Runs jobs on the event loop, one at a time, each taking `duration(priority)` seconds of the loop's time."""
+
+    def __init__(self, duration: Callable[[Priority], float]) -> None:
+        self._duration = duration
+        self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
+        self._order = itertools.count()
+        self._finished = 0
+        self._worker: asyncio.Task[None] | None = None
+        self._closed = False
+        #: While set, the running job never ends though the loop is lively (a hung device).
+        self.hung = False
+
+    @property
+    def finished(self) -> int:
+        return self._finished
+
+    def tick(self) -> None:
+        """A job is one jump in virtual time: nothing to show inside it."""
+
+    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+        if self._closed:
+            raise asyncio.CancelledError("the executor is closed")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome[T]] = loop.create_future()
+        heapq.heappush(self._heap, (int(priority), next(self._order), job, future, loop.time()))
+        if self._worker is None or self._worker.done():
+            self._worker = loop.create_task(self._work())
+        return await future
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._heap:
+            priority, _, job, future, queued_at = heapq.heappop(self._heap)
+            if future.cancelled():
+                continue
+            began = loop.time()
+            await asyncio.sleep(self._duration(Priority(priority)))
+            while self.hung:
+                await asyncio.sleep(0.1)
+            try:
+                value, error = job(), None
+            except Exception as raised:  # handed to the waiter
+                value, error = None, raised
+            self._finished += 1
+            _settle(future, Outcome(value, began - queued_at, loop.time() - began), error)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._worker is not None:
+            self._worker.cancel()
+        for _, _, _, future, _ in self._heap:
+            future.cancel()
+        self._heap.clear()

@@ -1,0 +1,69 @@
+"""Versions of a stage's parameters: one for each head, as separate tensors, and the optimizer state of the newest.
+
+Invariant: tensors of a version are never modified once it is in the store; a live autograd graph may hold them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm.base.ids import Head
+from swarm.stage.layout import Layout
+from swarm.stage.optimizer import OptimizerState
+from swarm.wire.messages import CommitRecord
+
+
+@dataclass(frozen=True)
+class Version:
+    """The parameters at `record.head`: flat masters, and the compute copy as leaf tensors by name."""
+
+    record: CommitRecord
+    masters: torch.Tensor
+    parameters: dict[str, torch.Tensor] = field(repr=False)
+
+    @property
+    def head(self) -> Head:
+        return self.record.head
+
+    @property
+    def num_commits(self) -> int:
+        return self.record.step + 1
+
+
+def make_version(record: CommitRecord, layout: Layout, masters: torch.Tensor, dtype: torch.dtype) -> Version:
+    """A version whose compute copy has `dtype`; it shares the masters' memory if they have that dtype already."""
+    compute = masters if masters.dtype == dtype else masters.to(dtype)
+    named = {name: view.detach().requires_grad_(True) for name, view in layout.named(compute).items()}
+    return Version(record, masters, named)
+
+
+class VersionStore:
+    """The newest `keep` versions, and the newest one's optimizer state."""
+
+    def __init__(self, version: Version, optimizer: OptimizerState, *, keep: int) -> None:
+        self._keep = keep
+        self._versions = [version]
+        self.optimizer = optimizer
+
+    @property
+    def newest(self) -> Version:
+        return self._versions[-1]
+
+    def get(self, head: Head) -> Version | None:
+        return next((v for v in reversed(self._versions) if v.head == head), None)
+
+    def at(self, num_commits: int) -> Version | None:
+        return next((v for v in self._versions if v.num_commits == num_commits), None)
+
+    def add(self, version: Version, optimizer: OptimizerState) -> None:
+        """The version after the newest; the oldest beyond `keep` is let go."""
+        self._versions.append(version)
+        self.optimizer = optimizer
+        del self._versions[: -self._keep]
+
+    def replace(self, version: Version, optimizer: OptimizerState) -> None:
+        """Start again from a downloaded version."""
+        self._versions = [version]
+        self.optimizer = optimizer

@@ -1,0 +1,153 @@
+"""Tensor <-> payload. Owns the codecs (raw, fp16, bf16, 8-bit); must not know messages, sockets or who computes.
+
+* `raw`: the elements as they lie in memory (little-endian), 1 to 8 bytes each; integers and bools are always raw.
+* `fp16`, `bf16`: two bytes an element.
+* `8bit`: blockwise dynamic 8-bit code of bitsandbytes (Dettmers et al. 2022, section 2): one code for each element,
+  then one fp32 scale for each `BLOCK_SIZE` elements.
+
+A decoded tensor has the dtype that its spec names. A lossy codec refuses a value that it would turn into an infinity,
+but the 8-bit code turns NaN into a number: callers check `require_finite` *before* encoding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from swarm.base.errors import RemoteError, RemoteProtocolError
+from swarm.wire.framing import Buffer
+from swarm.wire.messages import BLOCK_SIZE, Codec, TensorSpec
+
+Role = Literal["input", "label", "grad", "state"]
+
+#: `RunConfig.compression` -> codec of activations and their gradients.
+CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "8bit"}
+
+_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
+    "bool": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: The 8-bit code of 0.0.
+_ZERO_CODE = 127
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class NonFinite(RemoteError):
+    """A tensor holds NaN or an infinity, or would once it is coded. Whoever computed it is at fault."""
+
+
+def require_finite(tensor: torch.Tensor, what: str) -> None:
+    """Check every element, without a temporary of the tensor's size.
+
+    Raises:
+        NonFinite: if any element is NaN or infinite; the message names `what`.
+    """
+    if tensor.numel() and tensor.is_floating_point():
+        low, high = torch.aminmax(tensor.detach())  # both are NaN if any element is
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise NonFinite(f"{what} is not finite")
+
+
+def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+    """Spec and payload of `tensor`; `codec` applies to floating tensors only, others are raw.
+
+    A raw payload of a contiguous CPU tensor aliases it: do not change the tensor before the payload is sent.
+
+    Raises:
+        NonFinite: if a finite value overflows in `codec` (70000.0 in fp16), or an infinity meets a lossy codec.
+        ValueError: if the dtype is none of the protocol's.
+    """
+    if tensor.dtype not in _NAMES:
+        raise ValueError(f"{name}: {tensor.dtype} cannot travel")
+    if not tensor.is_floating_point():
+        codec = "raw"
+    spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role)  # type: ignore[arg-type]
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return spec, b""
+    if codec == "raw":
+        coded = flat
+    elif codec == "8bit":
+        coded = _quantize(flat, name)
+    else:
+        coded = flat.to(_HALVES[codec])
+        require_finite(coded, f"{name} in {codec}")
+    return spec, coded.contiguous().view(torch.uint8).cpu().numpy().data
+
+
+def decode_tensor(spec: TensorSpec, buffer: Buffer, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The tensor of shape `spec.shape` and dtype `spec.dtype` on `device`.
+
+    A raw CPU tensor aliases `buffer` if that is writable and aligned, otherwise it is a copy. Nothing says that the
+    result is finite: see `require_finite`.
+
+    Raises:
+        RemoteProtocolError: if `buffer` is not exactly as long as `spec` says.
+    """
+    data = memoryview(buffer)
+    if data.nbytes != spec.num_bytes:
+        raise RemoteProtocolError(f"tensor {spec.name}: {data.nbytes} bytes, its spec says {spec.num_bytes}")
+    dtype = _DTYPES[spec.dtype]
+    if spec.num_elements == 0:
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    payload = np.frombuffer(data, dtype=np.uint8)
+    if spec.codec == "8bit":
+        flat = _dequantize(payload, spec.num_elements, device).to(dtype)
+    else:
+        stored = _HALVES.get(spec.codec, dtype)
+        raw = _as_tensor(payload, alignment=stored.itemsize).to(device)
+        # A byte other than 0 and 1 is no bool to torch: normalise instead of viewing.
+        flat = raw != 0 if stored == torch.bool else raw.view(stored).to(dtype)
+    return flat.reshape(spec.shape)
+
+
+def _as_tensor(payload: np.ndarray, *, alignment: int) -> torch.Tensor:
+    """uint8 tensor over `payload`; a copy if torch must not write there or could not read whole elements."""
+    if not payload.flags.writeable or payload.ctypes.data % alignment:
+        payload = payload.copy()
+    return torch.from_numpy(payload)
+
+
+def _quantize(flat: torch.Tensor, name: str) -> torch.Tensor:
+    """Codes, then scales, as uint8 [n + 4 * num_blocks]."""
+    # fp64 would allocate 256 times its size, and 16-bit kernels differ between devices: fp32 always.
+    values = flat.float().contiguous()
+    codes, state = _blockwise().quantize_blockwise(values, blocksize=BLOCK_SIZE)
+    require_finite(state.absmax, f"{name} in 8bit")
+    # The CPU kernel of bitsandbytes 0.50 turns 0 into +2.1e-5 of the block's scale, a bias where a gradient is masked.
+    codes.masked_fill_(values == 0, _ZERO_CODE)
+    return torch.cat([codes, state.absmax.float().view(torch.uint8)])
+
+
+def _dequantize(payload: np.ndarray, num_elements: int, device: torch.device | str) -> torch.Tensor:
+    codes = _as_tensor(payload[:num_elements], alignment=1).to(device)
+    scales = torch.from_numpy(payload[num_elements:].copy()).view(torch.float32).to(device)
+    return _blockwise().dequantize_blockwise(codes, absmax=scales, blocksize=BLOCK_SIZE)
+
+
+@cache
+def _blockwise() -> Any:
+    """`bitsandbytes.functional`, imported at first use and in silence.
+
+    On some processors its import looks for a package named `kernels`, which fetches code from a hub when it is
+    installed, and warns when it is not. Neither is wanted.
+    """
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, hide = log.level, "kernels" not in sys.modules
+    log.setLevel(logging.ERROR)
+    if hide:
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # makes `import kernels` an ImportError
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    finally:
+        log.setLevel(level)
+        if hide:
+            del sys.modules["kernels"]

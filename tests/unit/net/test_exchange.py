@@ -1,0 +1,86 @@
+"""How long one waits and what one admits: pure decisions, judged at invented times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.net.exchange import CHUNK_BYTES, MOVING_BYTES, Admission, Patience, chunks_of
+
+
+def test_nothing_is_due_before_the_connection_stands() -> None:
+    patience = Patience(stall_s=8)
+    assert patience.deadline == float("inf")
+    assert patience.look_again(100) == 108, "or a deadline set meanwhile would be overslept"
+
+
+def test_each_advance_of_a_counter_extends_the_wait() -> None:
+    patience = Patience(stall_s=8)
+    patience.open(0)
+    patience.shut(1)
+    assert patience.deadline == 9
+    for now in range(5, 500, 7):
+        patience.advance(now)
+        assert patience.deadline == now + 8
+    assert patience.reason(now + 8) == "nothing advanced for 8 s"
+
+
+def test_a_slow_link_that_brings_16_kib_in_30_s_moves_for_ever() -> None:
+    patience = Patience(stall_s=8)
+    patience.open(0)
+    for now in range(1, 1200):  # 20 minutes at 600 bytes a second
+        assert now < patience.deadline
+        patience.moved(now, 600)
+
+
+def test_a_link_that_brings_less_is_given_up_after_30_s() -> None:
+    patience = Patience(stall_s=8)
+    patience.open(0)
+    now = 0
+    while now < patience.deadline:
+        now += 1
+        patience.moved(now, 1)
+    assert now == 30
+    assert patience.reason(now) == "a transfer brought 30 bytes in 30 s"
+
+
+@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 40000)), max_size=40), st.floats(1, 60))
+def test_looking_again_in_time_never_oversleeps(moves: list[tuple[float, int]], stall_s: float) -> None:
+    patience = Patience(stall_s=stall_s)
+    now = 0.0
+    look = patience.look_again(now)
+    for wait_s, num_bytes in moves:
+        now += wait_s
+        while look < now:
+            look = patience.look_again(look)
+        if num_bytes < MOVING_BYTES // 2:
+            patience.open(now)
+        else:
+            patience.moved(now, num_bytes)
+        assert look <= patience.deadline, "an event between two looks must not set a deadline before the next look"
+
+
+def test_admission_bounds_requests_and_bytes() -> None:
+    admission = Admission(max_body_bytes=100, max_inflight_bytes=150, max_open_requests=3)
+    assert admission.admit(101).code == "bad_request"  # type: ignore[union-attr]
+    assert admission.admit(100) is None
+    assert admission.admit(51).reason == "100 bytes of requests are held, the limit is 150"  # type: ignore[union-attr]
+    assert admission.admit(50) is None
+    assert admission.admit(0) is None
+    assert admission.admit(0).reason == "3 requests are open"  # type: ignore[union-attr]
+    admission.release(100)
+    assert admission.admit(100) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chunks_are_the_parts_in_order_and_bounded(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.choice([0, 1, 100, 5000, 16384, CHUNK_BYTES, 3 * CHUNK_BYTES + 7]) for _ in range(200)]
+    parts = [memoryview(rng.randbytes(size)) for size in sizes]
+    chunks = [bytes(chunk) for chunk in chunks_of(parts)]
+    assert b"".join(chunks) == b"".join(parts)
+    assert all(0 < len(chunk) <= CHUNK_BYTES for chunk in chunks)
+    assert len(chunks) < len(parts) + sum(sizes) / CHUNK_BYTES

@@ -1,0 +1,316 @@
+"""What a stranger may send to the HTTP transport: refused before memory is taken, and the next valid request works.
+
+Real sockets on loopback with small deadlines; the same limits in production are 10 s for headers and 30 s for 16 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from swarm.base.errors import LinkBroken, RemoteProtocolError, Stalled, Unreachable
+from swarm.base.ids import Address
+from swarm.net.http import HttpTransport
+from swarm.net.transport import Progress
+from swarm.wire.framing import MAGIC, PREFIX, Frame, decode_header, decode_prefix, encode
+from swarm.wire.messages import Ack, Heartbeat, StateChunk, TensorSpec
+
+HEADER_S = 0.3
+MOVING_S = 0.4
+
+
+async def echo(frame: Frame, progress: Progress) -> Frame:
+    return frame
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def run(scenario: Callable[[HttpTransport], Awaitable[None]]) -> None:
+    """Run `scenario` against a small server; afterwards a valid request must work, and nothing may be held."""
+
+    async def main() -> None:
+        server = HttpTransport(header_s=HEADER_S, moving_s=MOVING_S, heartbeat_s=0.05, max_body_bytes=2**30)
+        await server.start(echo)
+        try:
+            async with asyncio.timeout(10):
+                before = resident_bytes()
+                await scenario(server)
+                taken = resident_bytes() - before
+                assert taken < 50 * 2**20, f"the request took {taken} bytes"
+                reply = await server.call(server.address, Frame(Ack()), stall_s=2)
+                assert reply.message == Ack(), "the next valid request must work"
+                assert server.held_bytes == 0
+        finally:
+            await server.close()
+
+    asyncio.run(main())
+
+
+def frame_bytes(header: bytes, body_bytes: int, body: bytes = b"", *, magic: bytes = MAGIC, major: int = 1) -> bytes:
+    return PREFIX.pack(magic, major, 0, 0, len(header), body_bytes) + header + body
+
+
+def chunk_header(**spec: object) -> bytes:
+    return json.dumps({"kind": "state_chunk", "tensors": [{"name": "x", "dtype": "uint8", "shape": [4], **spec}]}).encode()
+
+
+async def send_raw(server: HttpTransport, data: bytes, pause_s: float = 0.0, piece: int = 0) -> bytes:
+    """Write `data` (in pieces, each followed by a pause) and return all that comes back until the end."""
+    reader, writer = await asyncio.open_connection(*server.address)
+
+    async def write() -> None:
+        for offset in range(0, len(data), piece or len(data)):
+            writer.write(data[offset : offset + (piece or len(data))])
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    writing = asyncio.create_task(write())
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writing.cancel()
+        await asyncio.wait({writing})
+        writer.close()
+
+
+def post(body: bytes, content_length: int | None = None, path: str = "/v1") -> bytes:
+    length = len(body) if content_length is None else content_length
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + body
+
+
+def refusal_in(answer: bytes) -> tuple[int, str, str]:
+    """HTTP status, code and reason of the refusal in a raw HTTP answer."""
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    frames = rest.partition(b"\r\n")[2]
+    prefix = decode_prefix(frames)
+    message = decode_header(frames[PREFIX.size : PREFIX.size + prefix.header_bytes], prefix)
+    return int(head.split()[1]), message.code, message.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "request_bytes", "status", "reason"),
+    [
+        ("10 GB of Content-Length", post(b"", 10 * 10**9), 413, "over this peer's limit"),
+        ("10 GB of header", post(PREFIX.pack(MAGIC, 1, 0, 0, 2**32 - 1, 0)), 400, "header of 4294967295 bytes"),
+        ("10 GB of body", post(PREFIX.pack(MAGIC, 1, 0, 0, 10, 10 * 10**9)), 400, "body of 10000000000 bytes"),
+        ("an endless chunked body", b"POST /v1 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+         + b"10000\r\n" + bytes(65536) + b"\r\n", 411, "Content-Length"),
+        ("pickle bytes", post(pickle.dumps({"a": list(range(50))})), 400, "wrong magic"),
+        ("wrong magic", post(frame_bytes(b"{}", 0, magic=b"EVIL")), 400, "wrong magic"),
+        ("another major version", post(frame_bytes(b"{}", 0, major=9)), 400, "protocol version 9.0"),
+        ("no JSON", post(frame_bytes(b"\x80\x04K", 0)), 400, "JSON"),
+        ("unknown kind", post(frame_bytes(b'{"kind":"exec"}', 0)), 400, "kind"),
+        ("negative size", post(frame_bytes(chunk_header(shape=[-4]), 4, b"1234")), 400, "greater than or equal to 0"),
+        ("huge shape", post(frame_bytes(chunk_header(shape=[2**31, 2**31]), 4, b"1234")), 400, "tensors take 46116860"),
+        ("wrong dtype", post(frame_bytes(chunk_header(dtype="object"), 4, b"1234")), 400, "dtype"),
+        ("codec for integers", post(frame_bytes(chunk_header(codec="8bit"), 8, b"12345678")), 400, "codec 8bit"),
+        ("body longer than its specs", post(frame_bytes(chunk_header(), 5, b"12345")), 400, "tensors take 4 bytes"),
+        ("frame longer than its length", post(frame_bytes(chunk_header(), 4, b"1234more")), 400, "came with"),
+        ("too short for a frame", post(b"SWRM"), 400, "too few"),
+        ("another path", post(b"x" * 40, path="/etc/passwd"), 404, "/v1"),
+        ("another method", b"GET /v1 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "POST"),
+        ("a deep JSON", post(frame_bytes(b"[" * 100_000, 0)), 400, "JSON"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " in value else "",
+)  # fmt: skip
+def test_hostile_requests_are_refused_with_a_reason(name: str, request_bytes: bytes, status: int, reason: str) -> None:
+    async def scenario(server: HttpTransport) -> None:
+        got_status, code, got_reason = refusal_in(await send_raw(server, request_bytes))
+        assert (got_status, code) == (status, "bad_request")
+        assert reason in got_reason
+
+    run(scenario)
+
+
+def test_a_body_that_is_announced_but_never_comes_takes_no_memory_and_is_dropped() -> None:
+    size = 2**29
+    frame = frame_bytes(chunk_header(shape=[size]), size)
+
+    async def scenario(server: HttpTransport) -> None:
+        request = post(frame, len(frame) + size)
+        got_status, code, reason = refusal_in_stream(await send_raw(server, request))
+        assert (got_status, code) == (200, "bad_request"), "the headers had left with the first heartbeat"
+        assert "a transfer brought" in reason or "nothing advanced" in reason
+
+    run(scenario)
+
+
+def refusal_in_stream(answer: bytes) -> tuple[int, str, str]:
+    """Like `refusal_in`, behind heartbeats."""
+    start = answer.rindex(MAGIC)
+    prefix = decode_prefix(answer[start:])
+    message = decode_header(answer[start + PREFIX.size : start + PREFIX.size + prefix.header_bytes], prefix)
+    return int(answer.split()[1]), message.code, message.reason
+
+
+@pytest.mark.parametrize("part", ["headers", "frame", "body"])
+def test_a_request_that_comes_byte_by_byte_is_dropped(part: str) -> None:
+    valid = post(frame_bytes(chunk_header(shape=[100_000]), 100_000, bytes(100_000)))
+    at = {"headers": 10, "frame": valid.index(MAGIC) + 6, "body": len(valid) - 90_000}[part]
+
+    async def scenario(server: HttpTransport) -> None:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(valid[:at])
+
+        async def drip() -> None:
+            for offset in range(at, at + 2000):
+                writer.write(valid[offset : offset + 1])
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        began = asyncio.get_running_loop().time()
+        answer = await reader.read()
+        assert asyncio.get_running_loop().time() - began < 2.9, "dropped at the deadline"
+        if part == "frame":
+            assert refusal_in(answer)[0] == 408
+        dripping.cancel()
+        await asyncio.wait({dripping})
+        writer.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("garbage", [b"\x00" * 5000, b"\x16\x03\x01\x02\x00\x01", b"GET " + b"a" * 100_000, b"", b"PO"])
+def test_garbage_and_silence_end_the_connection(garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(server: HttpTransport) -> None:
+        answer = await send_raw(server, garbage or b" "[:0], 0.0, 1000)
+        assert answer == b"" or answer.startswith(b"HTTP/1.")
+
+    with caplog.at_level(logging.INFO):
+        run(scenario)
+    assert not caplog.records, "a stranger must not be able to fill the log"
+
+
+def test_a_caller_that_does_not_read_its_answer_is_dropped() -> None:
+    async def scenario(server: HttpTransport) -> None:
+        size = 32 * 2**20
+        reader, writer = await asyncio.open_connection(*server.address, limit=1024)
+        writer.write(post(frame_bytes(chunk_header(shape=[size]), size, bytes(size))))
+        async with asyncio.timeout(8):
+            await writer.drain()
+            while not server.held_bytes:  # noqa: ASYNC110 - the server's side has no event for this test to await
+                await asyncio.sleep(0.01)
+            while server.held_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+    async def main() -> None:
+        server = HttpTransport(moving_s=MOVING_S, heartbeat_s=0.05)
+        await server.start(echo)
+        await scenario(server)
+        assert (await server.call(server.address, Frame(Ack()), stall_s=2)).message == Ack()
+        await server.close()
+
+    asyncio.run(main())
+
+
+# ------------------------------------------------------------------------------------------------ hostile servers
+
+
+def call_raw_server(answers: Callable[[], AsyncIterator[bytes]], *, stall_s: float = 0.5) -> Frame:
+    """Call a server that answers any request with these bytes and then closes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            async for data in answers():
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        writer.close()
+
+    async def main() -> Frame:
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = HttpTransport(max_body_bytes=2**20, moving_s=MOVING_S)
+        try:
+            async with asyncio.timeout(5):
+                address = Address("127.0.0.1", listener.sockets[0].getsockname()[1])
+                return await client.call(address, Frame(Ack()), stall_s=stall_s)
+        finally:
+            await client.close()
+            listener.close()
+
+    return asyncio.run(main())
+
+
+OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def http_chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+async def say(*answers: bytes) -> AsyncIterator[bytes]:
+    for data in answers:
+        yield data
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n" + b"<html>this is a web page</html>"], RemoteProtocolError),
+        ([b"SSH-2.0-OpenSSH_9.2\r\n"], RemoteProtocolError),
+        ([OK, http_chunk(PREFIX.pack(MAGIC, 1, 0, 0, 100, 2**40))], RemoteProtocolError),
+        ([OK, http_chunk(encode(Frame(Ack()))[:30]), b"0\r\n\r\n"], RemoteProtocolError),
+        ([OK, http_chunk(encode(Frame(Heartbeat(counter=1)))), b"0\r\n\r\n"], RemoteProtocolError),
+        ([OK, http_chunk(frame_bytes(b'{"kind":"heartbeat"' + b" " * 5000 + b"}", 0))], RemoteProtocolError),
+        ([OK, http_chunk(encode(Frame(Heartbeat(counter=1))))], LinkBroken),
+        ([OK, b"nonsense\r\n"], RemoteProtocolError),
+        ([], LinkBroken),
+    ],
+)
+def test_a_bad_answer_is_told_by_its_type(answers: list[bytes], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        call_raw_server(lambda: say(*answers))
+
+
+def test_heartbeats_whose_counter_stands_still_are_no_progress() -> None:
+    async def answers() -> AsyncIterator[bytes]:
+        yield OK
+        while True:
+            yield http_chunk(encode(Frame(Heartbeat(counter=7))))
+            await asyncio.sleep(0.02)
+
+    with pytest.raises(Stalled):
+        call_raw_server(answers)
+
+
+def test_an_answer_that_comes_byte_by_byte_is_stalled() -> None:
+    reply = Frame(StateChunk(tensors=(TensorSpec(name="x", dtype="uint8", shape=(8000,)),)), (bytes(8000),))
+
+    async def answers() -> AsyncIterator[bytes]:
+        yield OK
+        for byte in encode(reply):
+            yield http_chunk(bytes([byte]))
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(Stalled, match="a transfer brought"):
+        call_raw_server(answers, stall_s=5)
+
+
+def test_trailing_bytes_cost_the_connection_but_not_the_answer() -> None:
+    assert call_raw_server(lambda: say(OK, http_chunk(encode(Frame(Ack())) + b"more"))).message == Ack()
+
+
+@pytest.mark.parametrize("host", ["", "no such host", "a" * 300, "x/y?z", "..", "\u2603"])
+def test_a_host_that_is_none_is_unreachable(host: str) -> None:
+    async def main() -> None:
+        client = HttpTransport(connect_s=1)
+        try:
+            with pytest.raises(Unreachable):
+                await client.call(Address(host, 1), Frame(Ack()), stall_s=1)
+        finally:
+            await client.close()
+
+    asyncio.run(main())

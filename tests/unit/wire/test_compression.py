@@ -1,0 +1,187 @@
+"""CASES row 14: every dtype, shape and layout survives the wire, exactly or within a bound."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from swarm.base.errors import RemoteError, RemoteProtocolError
+from swarm.wire.compression import CODECS, NonFinite, decode_tensor, encode_tensor, require_finite
+from swarm.wire.messages import BLOCK_SIZE, DTYPE_BYTES, TensorSpec
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+#: Half a step of the 8-bit code at its coarsest, relative to the block's largest magnitude.
+EIGHT_BIT_ERROR = 0.0072
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    return values > 0 if dtype == torch.bool else values.abs().to(dtype) if dtype == torch.uint8 else values.to(dtype)
+
+
+def round_trip(tensor: torch.Tensor, codec: str) -> torch.Tensor:
+    spec, buffer = encode_tensor("x", tensor, codec, "input")  # type: ignore[arg-type]
+    assert memoryview(buffer).nbytes == spec.num_bytes
+    out = decode_tensor(spec, bytes(buffer))
+    assert out.dtype == tensor.dtype
+    assert out.shape == tensor.shape
+    assert not out.requires_grad
+    return out
+
+
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, BLOCK_SIZE + 1)], ids=str)
+def test_raw_is_bit_equal_and_as_small_as_the_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = make(shape, dtype)
+    spec, buffer = encode_tensor("x", tensor, "raw", "state")
+    assert memoryview(buffer).nbytes == tensor.numel() * DTYPE_BYTES[spec.dtype]
+    assert torch.equal(decode_tensor(spec, bytes(buffer)), tensor)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "8bit"])
+def test_integers_are_raw_under_any_codec(dtype: torch.dtype, codec: str) -> None:
+    tensor = make((3, 5), dtype)
+    assert encode_tensor("x", tensor, codec, "label")[0].codec == "raw"  # type: ignore[arg-type]
+    assert torch.equal(round_trip(tensor, codec), tensor)
+
+
+@pytest.mark.parametrize("codec", ["raw", "fp16", "bf16", "8bit"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (3,), (2, BLOCK_SIZE), (BLOCK_SIZE - 1,), (BLOCK_SIZE + 1,), (3, 5, 1001)], ids=str
+)
+def test_every_codec_keeps_dtype_shape_and_error_bound(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = make(shape, dtype)
+    error = (round_trip(tensor, codec).double() - tensor.double()).abs()
+    if codec == "raw":
+        assert not error.any()
+    elif codec == "8bit":
+        flat, error = tensor.reshape(-1).double(), error.reshape(-1)
+        for start in range(0, flat.numel(), BLOCK_SIZE):
+            block = slice(start, start + BLOCK_SIZE)
+            bound = flat[block].abs().max() * EIGHT_BIT_ERROR + flat[block].abs() * torch.finfo(dtype).eps
+            assert (error[block] <= bound).all(), f"block at {start}: {error[block].max()}"
+    else:
+        half = torch.finfo(torch.float16 if codec == "fp16" else torch.bfloat16)
+        assert (error <= tensor.double().abs() * half.eps + half.smallest_normal).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_relative_error_of_eight_bits_on_normal_values_is_small(dtype: torch.dtype) -> None:
+    tensor = make((64, 1024), dtype)
+    error = (round_trip(tensor, "8bit").double() - tensor.double()).norm() / tensor.double().norm()
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("codec", ["raw", "fp16", "bf16", "8bit"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zeros_stay_zeros(codec: str, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(BLOCK_SIZE + 3, dtype=dtype)
+    tensor[-1] = 2.0  # one block is all zeros, the next is not
+    out = round_trip(tensor, codec)
+    assert torch.equal(out, tensor)
+
+
+def test_tiny_values_stay_tiny() -> None:
+    tensor = torch.full((10,), 1e-42)  # 1 / 1e-42 is no fp32 number
+    assert round_trip(tensor, "8bit").abs().max() <= 1e-41
+
+
+@pytest.mark.parametrize("codec", ["raw", "fp16", "bf16", "8bit"])
+def test_layout_and_gradient_do_not_matter(codec: str) -> None:
+    base = make((6, 40), torch.float32)
+    views = [base.t(), base[:, ::3], base[1:4, 5:9], base.expand(2, 6, 40), base.clone().requires_grad_()]
+    for view in views:
+        assert torch.equal(round_trip(view, codec), round_trip(view.detach().contiguous().clone(), codec))
+
+
+def test_a_contiguous_tensor_is_not_copied_in_either_direction() -> None:
+    for dtype in FLOATS + INTEGERS:
+        tensor = make((4, 5), dtype)
+        spec, buffer = encode_tensor("x", tensor, "raw", "input")
+        out = decode_tensor(spec, buffer)
+        if dtype != torch.bool:  # bools are normalised, which copies
+            assert out.data_ptr() == tensor.data_ptr(), dtype
+
+
+def test_a_read_only_or_misaligned_buffer_is_copied() -> None:
+    tensor = make((4, 5), torch.float32)
+    spec, buffer = encode_tensor("x", tensor, "raw", "input")
+    fixed = bytes(buffer)
+    decode_tensor(spec, fixed).zero_()
+    assert fixed == bytes(buffer)
+    shifted = memoryview(bytearray(b"?" + fixed))[1:]
+    assert torch.equal(decode_tensor(spec, shifted), tensor)
+
+
+@pytest.mark.parametrize("codec", ["raw", "fp16", "bf16", "8bit"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_payload_of_another_length_is_refused(codec: str, change: int) -> None:
+    spec, buffer = encode_tensor("x", make((3, 3000), torch.float32), codec, "input")  # type: ignore[arg-type]
+    wrong = bytes(buffer)[:-1] if change < 0 else bytes(buffer) + b"!"
+    with pytest.raises(RemoteProtocolError, match="tensor x"):
+        decode_tensor(spec, wrong)
+
+
+def test_hostile_bytes_decode_to_something_of_the_right_shape() -> None:
+    spec = TensorSpec(name="x", dtype="float32", shape=(BLOCK_SIZE + 1,), codec="8bit")
+    assert decode_tensor(spec, b"\xff" * spec.num_bytes).shape == spec.shape
+    flags = decode_tensor(TensorSpec(name="b", dtype="bool", shape=(3,)), b"\x00\x02\xff")
+    assert flags.tolist() == [False, True, True]
+    assert flags.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("codec", "value", "dtype"),
+    [
+        ("fp16", 70000.0, torch.float32),
+        ("fp16", -1e30, torch.bfloat16),
+        ("bf16", 3.4e38, torch.float32),
+        ("8bit", 1e300, torch.float64),
+        ("8bit", math.inf, torch.float32),
+        ("fp16", math.nan, torch.float32),
+    ],
+)
+def test_a_value_that_the_codec_cannot_hold_is_refused(codec: str, value: float, dtype: torch.dtype) -> None:
+    tensor = torch.ones(5000, dtype=dtype)
+    tensor[4999] = value
+    with pytest.raises(NonFinite, match="acts"):
+        encode_tensor("acts", tensor, codec, "input")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_require_finite_names_what_is_not(dtype: torch.dtype, bad: float) -> None:
+    tensor = torch.ones(3, 100, dtype=dtype)
+    require_finite(tensor, "gradient")
+    tensor[1, 50] = bad
+    with pytest.raises(NonFinite, match="gradient of stage 1 is not finite"):
+        require_finite(tensor, "gradient of stage 1")
+    assert issubclass(NonFinite, RemoteError)
+
+
+def test_require_finite_accepts_empty_and_integer_tensors() -> None:
+    require_finite(torch.empty(0), "nothing")
+    require_finite(torch.tensor([2**62]), "ids")
+
+
+def test_every_compression_of_the_configuration_has_a_codec() -> None:
+    for codec in CODECS.values():
+        round_trip(make((10,), torch.float32), codec)
+
+
+def test_importing_bitsandbytes_prints_nothing_and_fetches_nothing() -> None:
+    code = (
+        "import torch, sys; from swarm.wire.compression import encode_tensor;"
+        "encode_tensor('x', torch.ones(3), '8bit', 'input'); assert 'kernels' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.NOTSET

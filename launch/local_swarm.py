@@ -242,7 +242,7 @@ class LocalSwarm:
     def _summarise(self) -> None:
         seconds = time.monotonic() - self._began
         step, state_dir = self._step, self._plan.state_dir
-        done = step["step"] + 1 if step else 0
+        done = step["step"] if step else 0
         text = f"done: {done} steps in {seconds:.1f} s"
         if step is not None:
             text += f", final loss {step['loss']:.4f}"

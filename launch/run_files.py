@@ -143,7 +143,7 @@ def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
     if paths.tokenizer is not None and not is_dotted(config.model):
         stated = config.model_options.get("vocab_size", vocab_size)
         if stated < vocab_size:
-            raise ConfigError(f"model_options.vocab_size {stated}: the tokenizer {paths.tokenizer} has {vocab_size} tokens")
+            raise ConfigError(f"model_options.vocab_size {stated}: the tokenizer has {vocab_size} tokens")
         fields["model_options"] = {**config.model_options, "vocab_size": stated}
     return RunConfig(**fields)
 

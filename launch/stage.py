@@ -96,6 +96,7 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
         stage=stage,
         factory=factory_of(context.config, may_import=may_import),
         executor=ThreadExecutor(),
+        background=ThreadExecutor("background"),
         device=device,
         state_dir=options.state_dir,
         memory_limit_bytes=options.memory_limit or default_memory_limit(device),

@@ -80,7 +80,7 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"step {first.step + 1}, head {first.head[:12] or '-'}", title_justify="left")
+    table = Table(title=f"step {first.step}, head {first.head[:12] or '-'}", title_justify="left")
     for heading in ("stage", "peer", "address", "role", "state", "step", "head", ""):
         table.add_column(heading)
     known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}
@@ -92,7 +92,7 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
             continue
         detail = ", ".join(f"{key} {value}" for key, value in sorted(reply.detail.items()))
         table.add_row(stage, reply.member.peer[:12], Text(str(address)), reply.role, Text(reply.state),
-                      str(reply.step + 1), Text(reply.head[:12]), Text(detail))
+                      str(reply.step), Text(reply.head[:12]), Text(detail))
     return table
 
 

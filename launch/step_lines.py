@@ -7,8 +7,8 @@ from typing import Any
 
 
 def step_text(line: Mapping[str, Any], total_steps: int) -> str:
-    """`line` is `StepReport.json_line()`; for people steps count from 1."""
-    text = (f"step {line['step'] + 1}/{total_steps} loss {line['loss']:.4f} tokens/s {line['tokens_per_s']:.0f} "
+    """`line` is `StepReport.json_line()`: its `step` is the number of steps committed, `peers` a count for each stage."""
+    text = (f"step {line['step']}/{total_steps} loss {line['loss']:.4f} tokens/s {line['tokens_per_s']:.0f} "
             f"seconds {line['seconds']:.2f} grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} "
-            f"peers {line['peers']} retries {line['retries']}")
+            f"peers {'+'.join(map(str, line['peers']))} retries {line['retries']}")
     return text + " skipped" if line["skipped"] else text

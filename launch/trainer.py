@@ -31,7 +31,7 @@ PROGRAM = "launch_trainer"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Feed a run: send micro-batches through its stages until the last step has committed.")
+    parser = LaunchParser(PROGRAM, "Feed a run: send micro-batches through its stages until its last step is done.")
     add_run_options(parser)
     group = parser.add_argument_group("training")
     add_data_options(group)

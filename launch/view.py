@@ -105,7 +105,7 @@ def draw(picture: Picture) -> Group:
     for name, row in sorted(picture.rows.items()):
         style = "red" if row.state.startswith("ended") else "green" if row.state == "serving" else "yellow"
         table.add_row(name, str(row.pid or ""), Text(row.state, style=style), row.detail)
-    done = picture.step["step"] + 1 if picture.step else 0
+    done = picture.step["step"] if picture.step else 0
     progress = Table.grid(padding=(0, 2))
     bar = ProgressBar(picture.total_steps, done, width=40)
     progress.add_row(f"step {done}/{picture.total_steps}", bar, _numbers(picture))

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 #: Of the holders of a record, so many of the nearest to its key hand it on to newcomers.
 _NUM_CARERS = 2
 #: Stores or pings in flight at once for upkeep.
-_BATCH = 16
+_BATCH = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +147,9 @@ class RecordServer(Server):
             ip = str(ipaddress.ip_address(address.host))
             return [Stranger(ip, address.port)] if self.protocol.can_send_to(ip) else []
         try:
-            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
-        except OSError:
+            async with asyncio.timeout(2 * self._timing.rpc.timeout_s):
+                found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
+        except OSError:  # a TimeoutError is one
             self._counters["unresolved_hosts"] += 1
             return []
         ips = {str(info[4][0]).partition("%")[0]: None for info in found}
@@ -263,7 +264,7 @@ class RecordServer(Server):
             await asyncio.sleep(self._timing.bootstrap_retry_s)
 
     async def _keep_up(self) -> None:
-        """Look for a first contact for ever, probe the silent ones, and refresh now and then."""
+        """Look for a first contact for ever, probe those not heard of lately, and refresh now and then."""
         loop = asyncio.get_running_loop()
         refresh_at = loop.time() + self._refresh_delay_s()
         while True:
@@ -271,7 +272,11 @@ class RecordServer(Server):
             await asyncio.sleep(self._timing.bootstrap_retry_s if lonely else self._timing.rpc.timeout_s)
             if lonely:
                 await self._rejoin()
-            await self._ping([contact for contact in self.protocol.router.contacts() if contact.misses])
+            quiet_since = loop.time() - self._timing.refresh_s
+            await self._ping([
+                contact for contact in self.protocol.router.contacts()
+                if contact.misses or contact.seen_at < quiet_since
+            ])
             if loop.time() >= refresh_at:
                 await self._refresh_table()
                 refresh_at = loop.time() + self._refresh_delay_s()
@@ -296,10 +301,8 @@ class RecordServer(Server):
             await asyncio.gather(*(self.protocol.call_ping(node) for node in nodes[start : start + _BATCH]))
 
     async def _refresh_table(self) -> None:
-        """Rejoin, ping who was not heard of, walk to this node and to a random one, hand on what nobody renewed."""
+        """Rejoin, walk to this node and to a random one, hand on what nobody renewed."""
         await self._rejoin()
-        quiet_since = asyncio.get_running_loop().time() - self._timing.refresh_s
-        await self._ping([contact for contact in self.protocol.router.contacts() if contact.seen_at < quiet_since])
         await self._nearest(self.node, self.ksize)
         await self._nearest(Node(self._rng.randbytes(wire.NODE_ID_BYTES)), self.ksize)
         await self._republish()

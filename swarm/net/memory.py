@@ -60,6 +60,10 @@ class _Exchange:
     counter: int = 0
     tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)
 
+    def transfer(self, is_open: bool) -> None:
+        if not self.result.done():
+            (self.patience.open if is_open else self.patience.shut)(asyncio.get_running_loop().time())
+
     def moved(self, num_bytes: int) -> None:
         if not self.result.done():
             self.patience.moved(asyncio.get_running_loop().time(), num_bytes)
@@ -258,7 +262,8 @@ class MemoryNetwork:
 
     async def _deliver(self, exchange: _Exchange, data: bytes) -> None:
         source, target = exchange.caller.address, exchange.server.address
-        await self._carry(source, target, len(data), exchange.moved)
+        await self._carry(source, target)
+        await self._transfer(source, target, len(data), exchange)
         await self.awake(target)
         reply = await exchange.server.serve(exchange, data)
         await self.awake(target)
@@ -266,32 +271,40 @@ class MemoryNetwork:
             if self._rng.random() < 0.5:
                 await self._tell(exchange, lambda: exchange.fail(LinkBroken(f"{target}: connection reset")))
             return
-        await self._carry(target, source, len(reply), exchange.moved)
+        await self._carry(target, source)
+        await self._transfer(target, source, len(reply), exchange)
         if not exchange.result.done():
             exchange.result.set_result(reply)
 
     async def _tell(self, exchange: _Exchange, what: Callable[[], None]) -> None:
         """Have `what` happen at the caller once a small packet from the server has reached it."""
-        await self._carry(exchange.server.address, exchange.caller.address, 0, lambda _: None)
+        await self._carry(exchange.server.address, exchange.caller.address)
         what()
 
     async def _hang_up(self, exchange: _Exchange) -> None:
-        await self._carry(exchange.caller.address, exchange.server.address, 0, lambda _: None)
+        await self._carry(exchange.caller.address, exchange.server.address)
         _cancel_all(exchange)
 
-    async def _carry(self, source: Address, target: Address, num_bytes: int, moved: Callable[[int], None]) -> None:
+    async def _carry(self, source: Address, target: Address) -> None:
+        """The way of a packet: not while the link is cut or the sender stopped, and with the link's latency."""
         link = self._link(source, target)
         await self._passable(source, target)
         await asyncio.sleep(link.latency_s + (self._rng.uniform(0, link.jitter_s) if link.jitter_s else 0.0))
+        await self._passable(source, target)
+
+    async def _transfer(self, source: Address, target: Address, num_bytes: int, exchange: _Exchange) -> None:
+        """Move a message's bytes at the link's rate, counting them at the caller while both ends are awake."""
+        link = self._link(source, target)
+        exchange.transfer(True)
         left = num_bytes
         while left > 0:
             piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
             await asyncio.sleep(piece / link.bytes_per_s)
             await self._passable(source, target)
             if target not in self._paused:
-                moved(piece)
+                exchange.moved(piece)
             left -= piece
-        await self._passable(source, target)
+        exchange.transfer(False)
 
     async def _passable(self, source: Address, target: Address) -> None:
         while self._blocked(source, target):

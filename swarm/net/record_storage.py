@@ -213,8 +213,12 @@ class RecordStorage(IStorage):
         while self._num_records and (first := self._first_to_expire())[0] <= now:
             expires_at, key, peer = first
             record = self._remove(key, peer).record
-            self._expired[key, peer] = (record.sequence, expires_at + record.ttl_s)
-            self._expired.move_to_end((key, peer))
+            sequence, forget_at = self._expired.pop((key, peer), (-1, expires_at))
+            if forget_at <= expires_at:
+                sequence, forget_at = -1, expires_at
+            self._expired[key, peer] = (
+                max(sequence, record.sequence), max(forget_at, expires_at + record.ttl_s)
+            )
         while self._expired and (
             len(self._expired) > self._limits.total or next(iter(self._expired.values()))[1] <= now
         ):

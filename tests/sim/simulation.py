@@ -1,0 +1,300 @@
+"""A whole swarm in one process and in virtual time: the real peer code on the in-memory twins, with a small torch model.
+
+`Simulation` starts backbones, stage peers and trainers, and injects faults; `one_process` is the plain PyTorch loop that
+promise 2 compares with. Used by `tests/sim` and `benchmarks/chaos.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from swarm.base.config import RunConfig
+from swarm.base.ids import Address, Ticket, new_incarnation
+from swarm.net.identity import Identity
+from swarm.net.memory import MemoryNetwork, MemoryTransport
+from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.peer.backbone import Backbone
+from swarm.peer.context import PeerContext
+from swarm.peer.stage_peer import StagePeer
+from swarm.peer.trainer import Evaluation, StepReport, Trainer
+from swarm.policy.schedule import learning_rate
+from swarm.stage.executor import InlineExecutor, Priority
+from swarm.stage.module import Tensors
+
+WIDTH = 6
+CLASSES = 4
+
+
+class _Stage(torch.nn.Module):
+    """Linear + tanh; the last stage classifies and sums the cross entropy over the rows that count."""
+
+    def __init__(self, stage: int, num_stages: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        last = stage == num_stages - 1
+        layer = torch.nn.Linear(WIDTH, CLASSES if last else WIDTH, dtype=dtype)
+        generator = torch.Generator().manual_seed(1000 + stage)
+        for parameter in layer.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype) * 0.4
+        self.last = last
+        setattr(self, f"layer{stage}", layer)
+        self._layer_name = f"layer{stage}"
+
+    def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
+        layer = getattr(self, self._layer_name)
+        x = layer(inputs["x"].to(layer.weight.dtype))
+        if not self.last:
+            return {"x": torch.tanh(x)}
+        assert labels is not None
+        target = labels["y"]
+        loss = torch.nn.functional.cross_entropy(x, target, reduction="sum", ignore_index=-100)
+        return {"loss_sum": loss, "tokens": (target != -100).sum()}
+
+
+@dataclass
+class SmallFactory:
+    num_stages: int
+    dtype: torch.dtype = torch.float64
+
+    def build(self, stage: int) -> torch.nn.Module:
+        return _Stage(stage, self.num_stages, self.dtype)
+
+
+@dataclass
+class _Batch:
+    inputs: dict[str, np.ndarray]
+    labels: dict[str, np.ndarray]
+
+
+@dataclass
+class SmallFeed:
+    """Samples drawn from the ticket alone; rows are masked at random, so tickets hold different numbers of tokens."""
+
+    config: RunConfig
+    data_digest: str = ""
+
+    def batch(self, ticket: Ticket) -> _Batch:
+        rng = np.random.default_rng([self.config.seed, ticket.step, ticket.index])
+        size = self.config.micro_batch_size
+        x = rng.standard_normal((size, WIDTH))
+        y = rng.integers(0, CLASSES, size)
+        y[1:][rng.random(size - 1) < 0.3] = -100
+        dtype = np.float64 if self.config.precision == "fp64" else np.float32
+        return _Batch({"x": x.astype(dtype)}, {"y": y})
+
+    def eval_batches(self) -> list[_Batch]:
+        return [self.batch(Ticket(10**6, index)) for index in range(self.config.eval_tickets)]
+
+
+def small_config(**changes: object) -> RunConfig:
+    base: dict[str, object] = {
+        "num_stages": 3, "micro_batch_size": 4, "target_batch_size": 32, "total_steps": 4, "precision": "fp64",
+        "compression": "none", "warmup_steps": 2, "learning_rate": 0.05, "eval_samples": 0, "checkpoint_every": 0,
+        "max_grad_norm": 0.3,
+    }  # fmt: skip
+    return RunConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+@dataclass
+class PlainResult:
+    losses: list[float]
+    parameters: torch.Tensor
+
+
+def one_process(config: RunConfig) -> PlainResult:
+    """The same training in one plain PyTorch process: torch's own AdamW and clip_grad_norm_, one whole model."""
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    stages = [_Stage(k, config.num_stages, dtype) for k in range(config.num_stages)]
+    parameters = [p for stage in stages for p in stage.parameters()]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
+        weight_decay=config.weight_decay, foreach=False,
+    )  # fmt: skip
+    feed = SmallFeed(config)
+    losses = []
+    history: list[list[torch.Tensor]] = []
+    for step in range(config.total_steps):
+        history.append([p.detach().clone() for p in parameters])
+        with torch.no_grad():
+            current = [p.detach().clone() for p in parameters]
+            for p, old in zip(parameters, history[config.base_step(step)], strict=True):
+                p.copy_(old)
+        optimizer.zero_grad()
+        loss_sum, tokens = 0.0, 0
+        for index in range(config.tickets_per_step):
+            batch = feed.batch(Ticket(step, index))
+            boundary: Tensors = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
+            labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}
+            for stage in stages:
+                boundary = stage(boundary, labels)
+            boundary["loss_sum"].backward()
+            loss_sum += float(boundary["loss_sum"].detach())
+            tokens += int(boundary["tokens"])
+        with torch.no_grad():
+            for p, now in zip(parameters, current, strict=True):
+                p.copy_(now)
+        for p in parameters:
+            assert p.grad is not None
+            p.grad /= tokens
+        torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+        losses.append(loss_sum / tokens)
+    return PlainResult(losses, torch.cat([p.detach().reshape(-1) for p in parameters]))
+
+
+@dataclass
+class Node:
+    """One process of the simulation."""
+
+    name: str
+    address: Address
+    identity: Identity
+    peer: StagePeer | Trainer | Backbone
+    executor: InlineExecutor | None = None
+    running: asyncio.Task[None] | None = None
+    reports: list[StepReport] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+
+class Simulation:
+    """Peers on one in-memory network; every random draw comes from `seed`."""
+
+    def __init__(
+        self, config: RunConfig, *, seed: int = 0, feed: object | None = None, factory: object | None = None,
+        forward_s: float = 0.010, state_dir: Path | None = None, **network: float,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.rng = random.Random(seed)
+        self.network = MemoryNetwork(random.Random(self.rng.getrandbits(64)), **{"latency_s": 0.002, **network})
+        self.dht_network = MemoryDhtNetwork(random.Random(self.rng.getrandbits(64)))
+        self.factory = factory or SmallFactory(config.num_stages, torch.float64 if config.precision == "fp64" else torch.float32)
+        self.feed = feed or SmallFeed(config)
+        self.nodes: dict[str, Node] = {}
+        self._state_dir = state_dir
+        self._forward_s = forward_s
+        self._next_port = 1000
+        self._identities: dict[str, Identity] = {}
+
+    # ------------------------------------------------------------------------------------------------ starting
+
+    def _context(self, name: str, role: str) -> PeerContext:
+        self._next_port += 1
+        address = Address("10.0.0.1", self._next_port)
+        identity = self._identities.get(name)
+        if identity is None:
+            identity = self._identities[name] = Identity.ephemeral(random.Random(self.rng.getrandbits(64)))
+        timing = self.config.timing
+        transport = MemoryTransport(
+            self.network, address, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s
+        )
+        live = [node.address for node in self.nodes.values() if node.running is not None and not node.running.done()]
+        return PeerContext(
+            config=self.config, config_bytes=self.config.to_bytes(), identity=identity,
+            incarnation=new_incarnation(self.rng), transport=transport,
+            dht=MemoryDht(self.dht_network, identity=identity, address=address), rng=random.Random(self.rng.getrandbits(64)),
+            role=role, advertise_host=address.host, bootstrap=tuple(live[:3]),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _duration(self, priority: Priority) -> float:
+        base = {Priority.CONTROL: 0.0005, Priority.BACKWARD: 2 * self._forward_s}.get(priority, self._forward_s)
+        return base * self.rng.uniform(0.8, 1.2)
+
+    async def add_backbone(self, name: str) -> Node:
+        context = self._context(name, "backbone")
+        return await self._start(Node(name, context.transport.address, context.identity, Backbone(context)))
+
+    async def add_stage_peer(self, name: str, stage: int, *, memory_limit_bytes: int = 2**30) -> Node:
+        context = self._context(name, "stage")
+        executor = InlineExecutor(self._duration)
+        peer = StagePeer(
+            context, stage=stage, factory=self.factory, executor=executor,  # type: ignore[arg-type]
+            background=InlineExecutor(lambda priority: 0.0005), memory_limit_bytes=memory_limit_bytes,
+            state_dir=None if self._state_dir is None else self._state_dir / name,
+        )  # fmt: skip
+        return await self._start(Node(name, context.transport.address, context.identity, peer, executor))
+
+    async def add_trainer(self, name: str, **options: object) -> Node:
+        context = self._context(name, "trainer")
+        node = Node(name, context.transport.address, context.identity, None)  # type: ignore[arg-type]
+        node.peer = Trainer(
+            context, feed=self.feed, on_step=node.reports.append, on_evaluation=node.evaluations.append, **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return await self._start(node)
+
+    async def _start(self, node: Node) -> Node:
+        self.nodes[node.name] = node
+        await node.peer.start()
+        node.running = asyncio.get_running_loop().create_task(node.peer.run(), name=node.name)
+        return node
+
+    async def start(self, *, peers_per_stage: int = 2, trainers: int = 1, backbones: int = 1) -> None:
+        for i in range(backbones):
+            await self.add_backbone(f"backbone{i}")
+        for stage in range(self.config.num_stages):
+            for i in range(peers_per_stage):
+                await self.add_stage_peer(f"stage{stage}.{i}", stage)
+        for i in range(trainers):
+            await self.add_trainer(f"trainer{i}")
+
+    # ------------------------------------------------------------------------------------------------ faults
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL: connections break, nothing is said, memory is gone."""
+        node = self.nodes.pop(name)
+        self.network.crash(node.address)
+        self.dht_network.isolate(node.address)
+        if node.running is not None:
+            node.running.cancel()
+            await asyncio.gather(node.running, return_exceptions=True)
+        await node.peer._tasks.close()
+        if isinstance(node.peer, StagePeer):
+            node.peer._executor.close()
+            node.peer._background.close()
+        await node.peer.context.dht.close()
+
+    # ------------------------------------------------------------------------------------------------ ending
+
+    def stage_peers(self, stage: int | None = None) -> list[StagePeer]:
+        return [
+            node.peer for node in self.nodes.values()
+            if isinstance(node.peer, StagePeer) and (stage is None or node.peer.stage == stage)
+        ]  # fmt: skip
+
+    async def finish(self, *, within_s: float = 600.0) -> None:
+        """Until every trainer is done; fails if a peer did."""
+        trainers = [node for node in self.nodes.values() if isinstance(node.peer, Trainer)]
+        async with asyncio.timeout(within_s):
+            await asyncio.gather(*(node.running for node in trainers if node.running is not None))
+        await asyncio.sleep(2.0)  # the last record reaches everyone
+        for node in self.nodes.values():
+            assert node.running is not None
+            if node.running.done():
+                node.running.result()
+
+    async def close(self) -> None:
+        for node in self.nodes.values():
+            if node.running is not None:
+                node.running.cancel()
+                await asyncio.gather(node.running, return_exceptions=True)
+        for node in self.nodes.values():
+            await node.peer.close()
+
+    def parameters(self) -> torch.Tensor:
+        """The whole parameter vector, from the first up-to-date peer of each stage."""
+        parts = []
+        for stage in range(self.config.num_stages):
+            peer = next(p for p in self.stage_peers(stage) if p.member.num_commits == self.config.total_steps)
+            parts.append(peer.member.versions.newest.masters)
+        return torch.cat(parts)
+
+    def records(self) -> list[float]:
+        """Loss of every committed step, from the trainer that saw most."""
+        best = max((n.reports for n in self.nodes.values() if isinstance(n.peer, Trainer)), key=len)
+        return [report.record.loss for report in best]

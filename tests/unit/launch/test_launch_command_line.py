@@ -1,0 +1,211 @@
+"""What a person meets first: help and mistakes answer at once, in one line, without torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = {
+    "launch_stage": "launch.stage", "launch_trainer": "launch.trainer", "launch_backbone": "launch.backbone",
+    "launch_local": "launch.local", "swarm_status": "launch.status", "export_model": "launch.export",
+}  # fmt: skip
+
+
+def run_main(program: str, *argv: str) -> int:
+    main = importlib.import_module(PROGRAMS[program]).main
+    try:
+        return main(list(argv))
+    except SystemExit as error:
+        return error.code
+
+
+def one_line(capsys: pytest.CaptureFixture[str], program: str) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == "", f"a mistake printed to stdout: {captured.out!r}"
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, f"a mistake must be one line on stderr, got {lines}"
+    assert lines[0].startswith(f"{program}: "), lines[0]
+    return lines[0]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "t"\nnum_stages = 2\n')
+    return path
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_unknown_option_is_one_line_and_exit_code_2(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    required = {"launch_stage": ["--run", __file__], "launch_trainer": ["--run", __file__], "swarm_status": ["h:1"],
+                "launch_backbone": ["--run", __file__], "export_model": ["--checkpoints", ".", "--out", "x"]}
+    assert run_main(program, *required.get(program, []), "--no-such-option", "1") == 2
+    assert "--no-such-option" in one_line(capsys, program)
+
+
+def test_options_cannot_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("launch_local", "--trainer", "2") == 2
+    assert "--trainer" in one_line(capsys, "launch_local")
+
+
+@pytest.mark.parametrize("program", ["launch_local", "launch_backbone", "launch_stage", "launch_trainer"])
+def test_an_unknown_key_names_file_and_key(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "typo.toml"
+    path.write_text("learning_rat = 1.0\n")
+    assert run_main(program, "--run", str(path)) == 2
+    line = one_line(capsys, program)
+    assert str(path) in line
+    assert "'learning_rat'" in line
+
+
+def test_a_nested_unknown_key_names_file_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "typo.toml"
+    path.write_text("[timing]\nstall = 1.0\n")
+    assert run_main("launch_local", "--run", str(path)) == 2
+    line = one_line(capsys, "launch_local")
+    assert str(path) in line
+    assert "timing.stall" in line
+
+
+def test_malformed_toml_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("name = \n")
+    assert run_main("launch_local", "--run", str(path)) == 2
+    assert str(path) in one_line(capsys, "launch_local")
+
+
+@pytest.mark.parametrize("program", ["launch_local", "launch_trainer"])
+def test_a_missing_data_file_is_named(
+    program: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no.txt"
+    assert run_main(program, "--run", str(run_file), "--data", str(missing)) == 2
+    assert str(missing) in one_line(capsys, program)
+
+
+def test_a_missing_data_file_of_a_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('data = "no.txt"\n')
+    assert run_main("launch_local", "--run", str(path)) == 2
+    line = one_line(capsys, "launch_local")
+    assert f"{path}: data: {tmp_path / 'no.txt'}" in line
+
+
+def test_a_missing_run_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("launch_backbone", "--run", "/no/run.toml") == 2
+    assert "/no/run.toml" in one_line(capsys, "launch_backbone")
+
+
+def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("launch_local", "--target-batch-size", "65", "--micro_batch_size", "8") == 2
+    line = one_line(capsys, "launch_local")
+    assert "65" in line
+    assert "8" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--learning-rate", "-1"], "learning_rate"),
+        (["--compression", "9bit"], "compression"),
+        (["--seed", "x"], "seed"),
+        (["--timing", "moon"], "moon"),
+        (["--set", "timing.stall_s=-5"], "timing.stall_s"),
+        (["--set", "nothing"], "FIELD.KEY=VALUE"),
+        (["--model-options", "{"], "--model-options"),
+        (["--device", "gpu"], "--device"),
+        (["--memory-limit", "4XB"], "4XB"),
+        (["--port", "70000"], "70000"),
+        (["--min-peers-per-stage", "9"], "min_peers_per_stage"),
+    ],
+)
+def test_a_bad_value_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("launch_local", *argv) == 2
+    assert named in one_line(capsys, "launch_local")
+
+
+def test_a_run_must_come_from_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("launch_stage") == 2
+    line = one_line(capsys, "launch_stage")
+    assert "--run" in line
+    assert "--join" in line
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_port_in_use_is_named(kind: socket.SocketKind, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("swarm.peer.backbone", reason="the backbone peer is missing")
+    with socket.socket(socket.AF_INET, kind) as taken:
+        taken.bind(("127.0.0.1", 0))
+        if kind == socket.SOCK_STREAM:
+            taken.listen()
+        port = taken.getsockname()[1]
+        argv = ["--run", str(run_file), "--host", "127.0.0.1", "--port", str(port)]
+        assert run_main("launch_backbone", *argv) == 2
+    assert f"127.0.0.1:{port}" in one_line(capsys, "launch_backbone")
+
+
+@pytest.mark.parametrize("program", ["launch_stage", "launch_trainer", "launch_backbone"])
+def test_a_join_address_that_nobody_answers_names_address_and_time(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    role = {"launch_stage": "stage_peer", "launch_trainer": "trainer", "launch_backbone": "backbone"}[program]
+    pytest.importorskip(f"swarm.peer.{role}", reason="this role of peer is missing")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, so that nobody else takes it, and not listening
+        where = f"127.0.0.1:{nobody.getsockname()[1]}"
+        began = time.monotonic()
+        assert run_main(program, "--join", where, "--join-timeout", "0.5", "--host", "127.0.0.1") == 2
+        assert time.monotonic() - began < 5.0
+    line = one_line(capsys, program)
+    assert where in line
+    assert "0.5 s" in line
+
+
+def test_a_status_that_nobody_gives_is_a_failure_that_names_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{nobody.getsockname()[1]}"
+        assert run_main("swarm_status", where, "--timeout", "0.5") == 1
+    assert where in one_line(capsys, "swarm_status")
+
+
+def test_help_and_mistakes_answer_without_torch(tmp_path: Path) -> None:
+    """One process tries every launcher's help and a mistake that only validation finds."""
+    script = f"""
+import contextlib, importlib, io, json, sys
+answers = {{}}
+for module in {list(PROGRAMS.values())!r}:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        importlib.import_module(module).main(["--help"])
+    answers[module] = out.getvalue()
+code = importlib.import_module("launch.local").main(["--stages", "0"])
+print(json.dumps({{"answers": answers, "code": code, "slow": [m for m in ("torch", "transformers") if m in sys.modules]}}))
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["slow"] == [], "help or validation imported a slow module"
+    assert result["code"] == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for module, text in result["answers"].items():
+        assert "(default: " in text, f"{module} --help shows no defaults"
+    assert not list(tmp_path.iterdir()), "a refused command line left files behind"
+
+
+def test_every_field_of_the_configuration_is_an_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    from swarm.base.config import RunConfig
+
+    run_main("launch_local", "--help")
+    text = capsys.readouterr().out
+    for name in RunConfig.model_fields.keys() - {"data_digest", "tokenizer_digest"}:
+        assert f"--{name.replace('_', '-')} " in text, f"no option for {name}"

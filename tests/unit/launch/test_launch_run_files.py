@@ -1,0 +1,88 @@
+"""One configuration from preset, file and command line, in this order of precedence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.local import parse, resolve_plan
+from launch.run_files import create_run, read_run_file, require_same
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+
+
+def resolve(*argv: str):
+    return resolve_plan(parse(list(argv)))
+
+
+def test_without_anything_the_run_is_the_preset() -> None:
+    config, plan = resolve("--preset", "tiny")
+    assert config == RunConfig()
+    assert (plan.peers_per_stage, plan.trainers) == (2, 1)
+
+
+def test_the_command_line_overrides_the_file_which_overrides_the_preset(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('num_stages = 2\nseed = 5\n[timing]\npreset = "lan"\nstall_s = 7\n[local]\ntrainers = 3\n')
+    config, plan = resolve("--run", str(path), "--stages", "4", "--set", "timing.lease_s=9", "--peers-per-stage", "1")
+    assert (config.num_stages, config.seed, config.total_steps) == (4, 5, RunConfig().total_steps)
+    assert (config.timing.stall_s, config.timing.lease_s, config.timing.connect_s) == (7.0, 9.0, 3.0)
+    assert (plan.peers_per_stage, plan.trainers) == (1, 3)
+
+
+def test_a_timing_preset_can_be_named_and_refined() -> None:
+    config, _ = resolve("--timing", "wan", "--set", "timing.stall_s=30")
+    assert (config.timing.stall_s, config.timing.connect_s) == (30.0, 10.0)
+
+
+def test_fields_are_spelt_with_dashes_or_underscores() -> None:
+    config, _ = resolve("--learning_rate", "1e-2", "--target-batch-size=32", "--steps", "7")
+    assert (config.learning_rate, config.target_batch_size, config.total_steps) == (1e-2, 32, 7)
+
+
+def test_model_options_merge_with_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model_options]\nhidden_size = 32\nnum_hidden_layers = 4\n")
+    config, _ = resolve("--run", str(path), "--set", "model_options.hidden_size=48")
+    assert config.model_options == {"hidden_size": 48, "num_hidden_layers": 4}
+
+
+def test_paths_are_relative_to_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)
+    path = tmp_path / "run.toml"
+    path.write_text('data = "text.txt"\nsequence_length = 8\neval_samples = 4\n')
+    config, plan = resolve("--run", str(path))
+    assert plan.paths.data == str(tmp_path / "text.txt")
+    created = create_run(config, plan.paths)
+    assert len(created.data_digest) == 64
+    assert str(tmp_path) not in created.to_bytes().decode()
+
+
+def test_data_other_than_the_run_states_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'data_digest = "{"0" * 64}"\n')
+    config, plan = resolve("--run", str(path))
+    with pytest.raises(ConfigError, match="data_digest"):
+        create_run(config, plan.paths)
+
+
+def test_a_state_directory_belongs_to_one_run(tmp_path: Path) -> None:
+    config = RunConfig()
+    (tmp_path / "run.json").write_bytes(config.to_bytes())
+    require_same(config.to_bytes(), config, tmp_path)
+    with pytest.raises(ConfigError, match="seed"):
+        require_same(config.to_bytes(), RunConfig(seed=1), tmp_path)
+
+
+def test_a_state_directory_alone_names_its_run(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(RunConfig(seed=9).to_bytes())
+    config, plan = resolve("--state-dir", str(tmp_path))
+    assert config.seed == 9
+    assert plan.stored_config == RunConfig(seed=9).to_bytes()
+
+
+def test_a_run_read_back_keeps_its_bytes(tmp_path: Path) -> None:
+    stored = RunConfig(seed=3).to_bytes() + b"\n"
+    (tmp_path / "run.json").write_bytes(stored)
+    assert read_run_file(tmp_path / "run.json").config_bytes == stored

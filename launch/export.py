@@ -50,3 +50,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
     return main_of(PROGRAM, parse, serve, argv, reports)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

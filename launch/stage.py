@@ -105,3 +105,7 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
     return main_of(PROGRAM, parse, serve, argv, reports)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

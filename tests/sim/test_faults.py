@@ -1,0 +1,150 @@
+"""Promises 1, 2 and 4 under single faults in virtual time; a failing case is replayed by its seed alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from simulation import Simulation, one_process, small_config
+
+from swarm.base.virtual_time import run_virtual
+
+
+async def after_steps(simulation, steps, *, within_s=120.0):
+    """Until some trainer has seen `steps` commits."""
+    async with asyncio.timeout(within_s):
+        while max((len(n.reports) for n in simulation.nodes.values()), default=0) < steps:
+            await asyncio.sleep(0.01)
+
+
+def check(simulation, config):
+    plain = one_process(config)
+    assert simulation.records() == pytest.approx(plain.losses, rel=1e-8)
+    assert float((simulation.parameters() - plain.parameters).norm() / plain.parameters.norm()) < 1e-8
+    reports = max((n.reports for n in simulation.nodes.values()), key=len)
+    for report in reports:
+        assert report.json_line()["tickets"] == [config.tickets_per_step] * config.num_stages
+    for stage in range(config.num_stages):
+        states = {
+            (p.member.versions.newest.head, p.member.state_digest)
+            for p in simulation.stage_peers(stage) if p.membership.serving
+        }  # fmt: skip
+        assert len(states) == 1, f"replicas of stage {stage} differ: {states}"
+
+
+@pytest.mark.parametrize("delay_steps", [0, 1])
+@pytest.mark.parametrize("victim", ["stage0.0", "stage1.1", "stage2.0"])
+def test_exactly_once_when_a_stage_peer_is_killed(victim, delay_steps):
+    config = small_config(total_steps=6, delay_steps=delay_steps)
+
+    async def main():
+        simulation = Simulation(config, seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 2)
+        await asyncio.sleep(0.05)
+        await simulation.kill(victim)
+        await simulation.finish()
+        check(simulation, config)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_newcomer_takes_state_and_serves():
+    config = small_config(total_steps=12)
+
+    async def main():
+        simulation = Simulation(config, seed=4)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 3)
+        await simulation.kill("stage1.0")
+        node = await simulation.add_stage_peer("stage1.2", 1)
+        await simulation.finish()
+        check(simulation, config)
+        assert node.peer.membership.serving
+        assert node.peer.micro_batches.phases["accumulated"] > 0, "the newcomer never served a micro-batch"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_no_one_waits_forever_when_the_coordinator_is_killed():
+    config = small_config(total_steps=6)
+
+    async def main():
+        simulation = Simulation(config, seed=5)
+        await simulation.start(peers_per_stage=2, trainers=2)
+        await after_steps(simulation, 2)
+        await simulation.kill("backbone0")
+        began = asyncio.get_running_loop().time()
+        await simulation.finish()
+        assert asyncio.get_running_loop().time() - began < 60
+        check(simulation, config)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_exactly_once_when_a_trainer_is_killed():
+    config = small_config(total_steps=6)
+
+    async def main():
+        simulation = Simulation(config, seed=6)
+        await simulation.start(peers_per_stage=2, trainers=2)
+        await after_steps(simulation, 2)
+        await simulation.kill("trainer0")
+        await simulation.finish()
+        check(simulation, config)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_restart_with_the_same_identity_takes_its_place_again():
+    config = small_config(total_steps=10)
+
+    async def main():
+        simulation = Simulation(config, seed=7)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 2)
+        await simulation.kill("stage1.0")
+        await asyncio.sleep(0.02)
+        node = await simulation.add_stage_peer("stage1.0", 1)
+        await simulation.finish()
+        check(simulation, config)
+        assert node.peer.membership.serving
+        await simulation.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exactly_once_on_a_lossy_network(seed):
+    config = small_config(total_steps=4)
+
+    async def main():
+        simulation = Simulation(config, seed=seed, drop=0.01, drop_reply=0.01, duplicate=0.02, jitter_s=0.01)
+        await simulation.start(peers_per_stage=2, trainers=2)
+        await simulation.finish(within_s=1200)
+        check(simulation, config)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_activations_are_recomputed_when_memory_is_short():
+    """With a budget too small for graphs every backward recomputes, and nothing changes."""
+    config = small_config(total_steps=3)
+
+    async def main():
+        simulation = Simulation(config, seed=8)
+        await simulation.add_backbone("backbone0")
+        for stage in range(3):
+            await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=12 * (4 * 6 * 8 + 4 * 8))
+        await simulation.add_trainer("trainer0")
+        await simulation.finish()
+        check(simulation, config)
+        assert simulation.stage_peers(0)[0].micro_batches.recomputed > 0
+        await simulation.close()
+
+    run_virtual(main())

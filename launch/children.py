@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarm.base.errors import InternalError, SwarmError
+from swarm.base.errors import ConfigError, InternalError, SwarmError
 
 #: `(child's name, report)`; reports are what the child passed to `Reports.send`, with its `event`.
 OnReport = Callable[[str, dict[str, Any]], None]
@@ -53,7 +53,8 @@ class Children:
     """Starts a fork server and keeps its children. Used from one event loop."""
 
     def __init__(self, log_dir: Path, on_report: OnReport, *, preload: str = "launch.preload:everything",
-                 name: str = "fork_server") -> None:
+                 argument: str = "", name: str = "fork_server") -> None:
+        self._argument = argument
         self._name = name
         self._log_dir = log_dir
         self._on_report = on_report
@@ -75,6 +76,7 @@ class Children:
         self._ready = loop.create_future()
         self._ready.add_done_callback(lambda future: future.exception())  # it may fail with nobody waiting yet
         replies, self._writer = await asyncio.open_connection(sock=ours)
+        self._send({"preload": self._preload, "argument": self._argument})
         reports = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(report_r, "rb"))
         self._tasks = [
@@ -88,7 +90,7 @@ class Children:
         with theirs, open(self._log, "ab") as log:
             code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                     "from launch.fork_server import serve\n"
-                    f"serve({theirs.fileno()}, {report_w}, {self._preload!r})")
+                    f"serve({theirs.fileno()}, {report_w})")
             self._process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=log,
                                              stderr=log, pass_fds=(theirs.fileno(), report_w))
         os.close(report_w)
@@ -98,6 +100,7 @@ class Children:
         """Wait for the server's imports; returns the number of CUDA devices.
 
         Raises:
+            ConfigError: what is to be imported is not there, or does not fit the configuration.
             SwarmError: an import failed, or the server ended.
         """
         assert self._ready is not None
@@ -160,7 +163,7 @@ class Children:
             if "ready" in reply:
                 self._ready.set_result(reply["ready"])
             elif "failed" in reply:
-                self._ready.set_exception(SwarmError(reply["failed"]))
+                self._ready.set_exception((ConfigError if reply["usage"] else SwarmError)(reply["failed"]))
             elif "started" in reply:
                 self._children[reply["started"]].started.set_result(reply["pid"])
             else:

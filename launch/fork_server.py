@@ -4,7 +4,8 @@ It speaks JSON lines over the socket that its creator handed it:
 
     -> {"start": name, "entry": "module:function", "argv": [...], "title": text, "log": path}
     -> {"signal": name, "number": n}
-    <- {"ready": number of CUDA devices} or {"failed": text}
+    -> {"preload": "module:function", "argument": text}, first of all
+    <- {"ready": number of CUDA devices} or {"failed": text, "usage": is it the configuration's fault}
     <- {"started": name, "pid": pid}, {"exited": name, "code": n} (negative: killed by that signal)
 
 Children report to the creator through one shared pipe: see `launch.reports`. When the creator is gone, however it
@@ -29,6 +30,7 @@ from setproctitle import setproctitle
 
 from launch.lifeline import die_with_parent, watch_pipe
 from launch.reports import PipeReports
+from swarm.base.errors import ConfigError
 
 #: After the creator's death children get this long, in seconds, to end by themselves.
 ORPHAN_GRACE_S = 4.0
@@ -45,12 +47,24 @@ class _Server:
         for fd in (self._wakeup_r, self._wakeup_w):
             os.set_blocking(fd, False)
 
+    def preload(self) -> int:
+        """Obey the first request; returns the number of CUDA devices."""
+        while b"\n" not in self._unread:
+            if not (data := self._control.recv(65536)):
+                raise EOFError("the creator is gone")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        request = json.loads(line)
+        module, _, function = request["preload"].partition(":")
+        return int(getattr(importlib.import_module(module), function)(request["argument"]))
+
     def serve(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_w)
         with selectors.SelectSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._wakeup_r, selectors.EVENT_READ)
+            self._obey()
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._control:
@@ -76,21 +90,25 @@ class _Server:
             os.kill(pid, signal.SIGKILL)
 
     def _read_requests(self) -> bool:
-        """Obey complete lines; False at the end of the stream."""
+        """Obey what has come; False at the end of the stream."""
         try:
             data = self._control.recv(65536)
         except ConnectionResetError:
             data = b""
         if not data:
             return False
-        *lines, self._unread = (self._unread + data).split(b"\n")
+        self._unread += data
+        self._obey()
+        return True
+
+    def _obey(self) -> None:
+        *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             request = json.loads(line)
             if "start" in request:
                 self._start(request)
             else:
                 self._signal(request["signal"], request["number"])
-        return True
 
     def _start(self, request: dict[str, Any]) -> None:
         server_pid = os.getpid()
@@ -151,18 +169,17 @@ def _run_entry(request: dict[str, Any], report_fd: int) -> int:
         return error.code if isinstance(error.code, int) else 1
 
 
-def serve(control_fd: int, report_fd: int, preload: str) -> None:
-    """Body of the server's process. `preload` is `module:function`, called once and returning the number of devices."""
+def serve(control_fd: int, report_fd: int) -> None:
+    """Body of the server's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle(f"swarm fork server of {os.getppid()}")
     with socket.socket(fileno=control_fd) as control:
         server = _Server(control, report_fd)
-        module, _, function = preload.partition(":")
         try:
-            num_devices = getattr(importlib.import_module(module), function)()
+            num_devices = server.preload()
         except Exception as error:
             traceback.print_exc()
-            server.tell(failed=str(error) or type(error).__name__)
+            server.tell(failed=str(error) or type(error).__name__, usage=isinstance(error, ConfigError))
             return
         server.tell(ready=num_devices)
         server.serve()

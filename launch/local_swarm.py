@@ -82,7 +82,7 @@ class LocalSwarm:
         self._evaluation: tuple[int, float] | None = None
         #: Torch-free processes come from a server that imports little, and so at once.
         self._light = Children(plan.log_dir, self._report, preload="launch.preload:nothing", name="light_fork_server")
-        self._heavy = Children(plan.log_dir, self._report)
+        self._heavy = Children(plan.log_dir, self._report, argument=config.to_bytes().decode())
 
     async def run(self, stopper: Stopper) -> None:
         """Start everything, wait for the trainers, clean up.

@@ -11,6 +11,9 @@ import logging
 import os
 import threading
 
+from swarm.base.config import RunConfig, parse_config_bytes
+from swarm.feed.dotted import is_dotted
+
 #: Imported in this order; an import that fails stops the fork server, loudly.
 MODULES = (
     "torch",
@@ -30,15 +33,29 @@ MODULES = (
 )
 
 
-def nothing() -> int:
+def _import_model(config: RunConfig) -> None:
+    """What every stage process would import for itself otherwise, two seconds long."""
+    if is_dotted(config.model):
+        return  # a user's own code may do what must not be done before a fork
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from models.registry import factory_of
+
+    hugging_face_config = getattr(factory_of(config), "config", None)
+    if hugging_face_config is not None and type(hugging_face_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        _ = MODEL_FOR_CAUSAL_LM_MAPPING[type(hugging_face_config)]  # the lookup imports the class
+
+
+def nothing(argument: str) -> int:
     """For a server whose children need no torch."""
     return 0
 
 
-def everything() -> int:
-    """Import `MODULES` and return the number of CUDA devices, without initialising CUDA.
+def everything(config_json: str) -> int:
+    """Import `MODULES` and the run's model, and return the number of CUDA devices, without initialising CUDA.
 
     Raises:
+        ConfigError: the model's options do not fit.
         ImportError: naming the module that cannot be imported.
         RuntimeError: an import started a thread or initialised CUDA, so that children could hang.
     """
@@ -51,6 +68,7 @@ def everything() -> int:
     import torch
 
     torch.set_num_threads(1)
+    _import_model(parse_config_bytes(config_json.encode()))
     num_devices = torch.cuda.device_count()
     if num_devices == 0:
         # The import of bitsandbytes, a second long, asks a CUDA device for its capability, which would initialise it.

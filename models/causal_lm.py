@@ -268,14 +268,14 @@ class _Entry(_PassThrough):
     """
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return _entering.get()
+        return hidden_states
 
 
 class _NoNarrowing(TorchFunctionMode):
     """Keeps fp64 tensors fp64 where the model's code casts to fp32 (norms, softmax).
 
-    fp64 exists to make a difference unmistakable. With those casts, two orders of summation differ in some fp32
-    rounding, and after 60 steps by more than the promised 1e-8.
+    fp64 exists to make a difference unmistakable. With those casts another order of summation tips fp32 roundings: after
+    20 steps of llama-tiny, micro-batches of 8 and of 64 differ by 4e-10 in the loss, and by 3e-16 without the casts.
     """
 
     _SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)

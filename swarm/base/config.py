@@ -78,7 +78,7 @@ class RunConfig(BaseModel):
     checkpoint_copies: int = Field(2, ge=1, description="peers of a stage that write each checkpoint")
     checkpoint_keep: int = Field(2, ge=1, description="checkpoints kept per peer")
     min_peers_per_stage: int = Field(1, ge=1, description="peers of every stage needed to start the run")
-    timing: Timing = Field(default_factory=lambda: Timing(), description="deadlines")
+    timing: Timing = Field(Timing(), description="deadlines")
 
     @model_validator(mode="after")
     def _cross_check(self) -> RunConfig:

@@ -30,7 +30,7 @@ class Ticket(NamedTuple):
     """One micro-batch of the run's one global data order: micro-batch `index` of optimizer step `step`."""
 
     step: int
-    index: int
+    index: int  # type: ignore[assignment]  # shadows tuple.index on purpose: DESIGN's word
 
 
 class Ballot(NamedTuple):

@@ -111,6 +111,7 @@ class RecordProtocol(KademliaProtocol):
             "find_value": self.rpc_find_value, "store": self.rpc_store,
         }
         self._is_v6 = False
+        self._reaches_v4 = True
         self._closed = False
         #: This node's address as the last answerer of a ping saw it.
         self.observed: tuple[str, int] | None = None
@@ -123,7 +124,11 @@ class RecordProtocol(KademliaProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._is_v6 = transport.get_extra_info("socket").family == socket.AF_INET6
+        sock = transport.get_extra_info("socket")
+        self._is_v6 = sock.family == socket.AF_INET6
+        self._reaches_v4 = not self._is_v6 or (
+            sock.getsockname()[0] == "::" and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        )
 
     def error_received(self, exc: Exception) -> None:
         self._counters["socket_errors"] += 1
@@ -296,7 +301,7 @@ class RecordProtocol(KademliaProtocol):
     # The socket
 
     def can_send_to(self, ip: str) -> bool:
-        return self._is_v6 or ":" not in ip
+        return self._is_v6 if ":" in ip else self._reaches_v4
 
     def _send(self, datagram: bytes, address: tuple[str, int]) -> None:
         if len(datagram) >= wire.MAX_DATAGRAM_BYTES:

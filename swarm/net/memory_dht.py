@@ -1,4 +1,4 @@
-"""The discovery interface in virtual time: nodes with replicas of their own, over a seeded network that loses and delays.
+"""The discovery interface in virtual time: nodes with their own replicas, over a seeded network that loses and delays.
 
 Nobody is omniscient here: a node knows the contacts that it was told of and the records that reached it, and both go
 stale as they would on a real network. Owns the simulated links; must not know sockets or wall time.

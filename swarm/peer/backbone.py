@@ -54,12 +54,7 @@ class Backbone:
         Raises:
             SwarmError: a part of the peer failed.
         """
-        assert self._tasks.failure is not None
-        waiter = asyncio.ensure_future(self._stopped.wait())
-        await asyncio.wait([waiter, self._tasks.failure], return_when=asyncio.FIRST_COMPLETED)
-        waiter.cancel()
-        if self._tasks.failure.done():
-            self._tasks.failure.result()
+        await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
         await self._tasks.close()

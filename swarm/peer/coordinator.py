@@ -14,11 +14,9 @@ from swarm.base.errors import InternalError, LinkError, RemoteError, SwarmError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.record import decide, genesis_record
 from swarm.lifecycle.tickets import TicketPool
-from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.policy.schedule import learning_rate
 from swarm.wire import messages as m
-from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +117,12 @@ class Coordinator:
             return m.Leased(ballot=self.ballot)
         self.trainers[trainer] = now
         for ticket, accumulated in message.done:
-            pool = self._pools.get(ticket.step)
-            if pool is not None:
-                pool.done(ticket.index)
+            if ticket.step in self._pools:
+                self._pools[ticket.step].done(ticket.index)
                 if not accumulated:
                     self._doubt.add(ticket.step)
-        for pool in self._pools.values():
-            pool.renew(trainer, [t.index for t in message.holding if t.step == pool.step], now=now, lease_s=lease_s)
+        for step, held in self._pools.items():
+            held.renew(trainer, [t.index for t in message.holding if t.step == step], now=now, lease_s=lease_s)
         if message.evaluated is not None and message.evaluated[0] == self._evaluation_due:
             self._evaluation_due = self._evaluator = None
         if message.done or message.evaluated:
@@ -260,7 +257,7 @@ class Coordinator:
         for step in sorted(self._pools):
             if self.ballot.counter > 1:
                 gathered = await self._gather_all(step, freeze=False)
-                covered = set.intersection(*(_covered(seals) for seals in gathered))
+                covered = _covered_by_all(gathered)
                 for index in covered:
                     self._pools[step].done(index)
         await self._notify()
@@ -276,7 +273,7 @@ class Coordinator:
             await self._collect_tickets(step, pool)
             self.waiting_for = f"seals of step {step}"
             gathered = await self._gather_all(step, freeze=True)
-            missing = all_tickets - set.intersection(*(_covered(seals) for seals in gathered))
+            missing = all_tickets - _covered_by_all(gathered)
             if missing:
                 logger.info("step %d: tickets %s are missing; reopened", step, sorted(missing))
                 reopened += 1
@@ -519,3 +516,8 @@ def _covered(seals: tuple[m.Seal, ...]) -> set[int]:
             raise InternalError(f"tickets {sorted(covered & indexes)} are in two ledgers of one stage")
         covered |= indexes
     return covered
+
+
+def _covered_by_all(stages: list[tuple[m.Seal, ...]]) -> set[int]:
+    covered = [_covered(seals) for seals in stages]
+    return covered[0].intersection(*covered[1:])

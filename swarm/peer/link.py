@@ -128,6 +128,17 @@ class Tasks:
         if vital and self.failure is not None and not self.failure.done():
             self.failure.set_exception(error)
 
+    async def until(self, event: asyncio.Event) -> None:
+        """Wait for `event`, or raise the failure of a vital task."""
+        waiter = asyncio.ensure_future(event.wait())
+        watched: list[asyncio.Future[Any]] = [waiter] if self.failure is None else [waiter, self.failure]
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+        if self.failure is not None and self.failure.done():
+            self.failure.result()
+
     async def close(self) -> None:
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:

@@ -27,7 +27,7 @@ from swarm.stage.optimizer import OptimizerState, adamw
 from swarm.stage.versions import VersionStore, make_version
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
-from swarm.wire.framing import Frame
+from swarm.wire.framing import Buffer, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class StageMember:
         request = m.Slice(
             run=message.run, stage=self.stage, step=message.step, term=message.term, member=self.me, index=me
         )
-        buffers: tuple[memoryview, ...] = ()
+        buffers: tuple[Buffer, ...] = ()
         if part is not None:
             spec, buffer = encode_tensor("slice", part, "raw", "state")
             request, buffers = request.model_copy(update={"tensors": (spec,)}), (buffer,)

@@ -135,12 +135,7 @@ class StagePeer:
         Raises:
             SwarmError: a part of the peer failed.
         """
-        assert self._tasks.failure is not None
-        waiter = asyncio.ensure_future(self._stopped.wait())
-        await asyncio.wait([waiter, self._tasks.failure], return_when=asyncio.FIRST_COMPLETED)
-        waiter.cancel()
-        if self._tasks.failure.done():
-            self._tasks.failure.result()
+        await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
         """Take nothing new, finish what is in flight and the checkpoint being written (within a bound), and go."""
@@ -152,7 +147,7 @@ class StagePeer:
             logger.info("left without telling the coordinator")
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
-        while self.micro_batches.in_flight and loop.time() < until:
+        while self.micro_batches.in_flight and loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await self._background.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         await self._tasks.close()

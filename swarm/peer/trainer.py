@@ -122,6 +122,7 @@ class Trainer:
         self._wake = asyncio.Event()
         self._report = asyncio.Event()
         self._stopping = False
+        self._ended = asyncio.Event()
         self.finished = False
         self._retries = 0
         self.waiting_for = ""
@@ -139,7 +140,7 @@ class Trainer:
     def stop(self) -> None:
         """Hand back what is leased and end `run`."""
         self._stopping = True
-        self._wake.set()
+        self._ended.set()
 
     async def run(self) -> None:
         """Until the run is finished, the steps are served, or `stop` was called.
@@ -147,14 +148,7 @@ class Trainer:
         Raises:
             SwarmError: a part of the trainer failed.
         """
-        assert self._tasks.failure is not None
-        while not (self.finished or self._stopping or self._served):
-            self._wake.clear()
-            waiter = asyncio.ensure_future(self._wake.wait())
-            await asyncio.wait([waiter, self._tasks.failure], return_when=asyncio.FIRST_COMPLETED)
-            waiter.cancel()
-            if self._tasks.failure.done():
-                self._tasks.failure.result()
+        await self._tasks.until(self._ended)
         if self.seat.coordinator is not None and self.finished:
             await asyncio.sleep(self.config.timing.coordinator_s)  # others still ask this peer whether all is done
 
@@ -281,6 +275,8 @@ class Trainer:
             else:
                 self._last_commit_at = loop.time()
         self.finished = self.finished or leased.finished
+        if self.finished or self._served:
+            self._ended.set()
         self._wake.set()
 
     # ------------------------------------------------------------------------------------------------ tickets
@@ -413,6 +409,6 @@ def _payload(batch: BatchLike) -> tuple[tuple[m.TensorSpec, ...], list[Buffer]]:
         for name, array in arrays.items():
             array = np.ascontiguousarray(array)
             specs.append(m.TensorSpec(name=name, dtype=str(array.dtype), shape=array.shape, role=role))  # type: ignore[arg-type]
-            buffers.append(memoryview(array).cast("B") if array.size else b"")
+            buffers.append(array.data.cast("B") if array.size else b"")
     return tuple(specs), buffers
 

@@ -67,7 +67,7 @@ def write_checkpoint(
     try:
         partial.mkdir(parents=True, exist_ok=True)
         parameters = {n: t.detach().cpu().contiguous() for n, t in layout.named(version.masters).items()}
-        moments = {}
+        moments: dict[str, torch.Tensor] = {}
         for kind, flat in (("first", optimizer.first), ("second", optimizer.second)):
             moments |= {f"{kind}/{n}": t.detach().cpu().contiguous() for n, t in layout.named(flat).items()}
         save_file(_unshared(parameters), partial / "parameters.safetensors", metadata={"format": "pt"})

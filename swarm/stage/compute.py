@@ -7,6 +7,7 @@ recomputation all use the parameters it was issued for.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -80,7 +81,7 @@ class StageCompute:
             if next(child.parameters(recurse=False), None) is not None:
                 child.register_forward_hook(lambda *_: executor.tick())
 
-    def _seed_dropout(self, name: str):  # type: ignore[no-untyped-def]
+    def _seed_dropout(self, name: str) -> Callable[[torch.nn.Module, object], None]:
         """A mask is a function of (run seed, ticket, layer name, call), so a recomputation draws the same one."""
 
         def hook(module: torch.nn.Module, args: object) -> None:

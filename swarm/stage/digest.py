@@ -13,5 +13,5 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     state = hashlib.sha256()
     for tensor in tensors:
         if tensor.numel():
-            state.update(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()))
+            state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return state.hexdigest()

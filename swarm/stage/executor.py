@@ -166,7 +166,7 @@ class InlineExecutor(Executor):
                 continue
             began = loop.time()
             await asyncio.sleep(self._duration(Priority(priority)))
-            while self.hung:
+            while self.hung:  # noqa: ASYNC110 (a device that hangs sets no event when it goes on)
                 await asyncio.sleep(0.1)
             try:
                 value, error = job(), None

@@ -69,7 +69,7 @@ def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> 
         raise ValueError(f"{name}: {tensor.dtype} cannot travel")
     if not tensor.is_floating_point():
         codec = "raw"
-    spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role)  # type: ignore[arg-type]
+    spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role)
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         return spec, b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -25,8 +26,8 @@ KEY = "5" * 64 + "/stage/1"
 def signed(identity: Identity, *, key: str = KEY, ttl_s: float = 60.0, sequence: int | None = None, port: int = 4000,
            incarnation: int = 1) -> SignedRecord:
     return identity.sign_record(key, PeerRecord(
-        peer=identity.peer_id, incarnation=f"{incarnation:016x}", role="stage", host="127.0.0.1", port=port, ttl_s=ttl_s,
-        sequence=identity.next_sequence() if sequence is None else sequence, stage=1, step=7, state="serving",
+        peer=identity.peer_id, incarnation=f"{incarnation:016x}", role="stage", host="127.0.0.1", port=port,
+        ttl_s=ttl_s, sequence=identity.next_sequence() if sequence is None else sequence, stage=1, step=7,
     ))
 
 
@@ -57,7 +58,7 @@ class World:
 
     async def spawn(self, num_nodes: int) -> list[tuple[Identity, Dht]]:
         """Nodes that all joined through the first."""
-        spawned = []
+        spawned: list[tuple[Identity, Dht]] = []
         for _ in range(num_nodes):
             identity = Identity.ephemeral(self.rng)
             node = self.make(identity)
@@ -85,8 +86,6 @@ class KademliaWorld(World):
         return node
 
     def free_address(self) -> Address:
-        import socket
-
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.bind(("127.0.0.1", 0))
             return Address(*sock.getsockname())
@@ -178,7 +177,7 @@ def test_the_newest_sequence_wins_whatever_the_order(run):
         (identity, node), (_, other), (_, third) = await world.spawn(3)
         assert await node.publish(KEY, signed(identity, sequence=5, port=5)) == 3
         assert await node.publish(KEY, signed(identity, sequence=6, port=6)) == 3
-        assert await other.publish(KEY, signed(identity, sequence=5, port=5)) == 0, "the older one is refused everywhere"
+        assert await other.publish(KEY, signed(identity, sequence=5, port=5)) == 0, "the older one is refused"
         assert await other.publish(KEY, signed(identity, sequence=6, port=7)) == 0, "the first of a sequence stays"
         for asked in (node, other, third):
             assert [record.port for record in await asked.lookup(KEY)] == [6]

@@ -22,7 +22,7 @@ from swarm.wire.messages import DTYPE_BYTES, Ack, Refusal, StateChunk, StatusRep
 
 HEARTBEAT_S = 0.05
 STALL_S = 0.4
-CONNECT_S = 0.4
+CONNECT_S = 2.0
 
 
 class HttpWorld:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from launch.reports import Reports
 
 
-def nothing() -> int:
+def nothing(argument: str) -> int:
     return 0
 
 
-def broken() -> int:
+def broken(argument: str) -> int:
     raise ImportError("no module named 'nonsense'")
 
 

@@ -13,7 +13,7 @@ from swarm.base.virtual_time import run_virtual
 async def after_steps(simulation, steps, *, within_s=120.0):
     """Until some trainer has seen `steps` commits."""
     async with asyncio.timeout(within_s):
-        while max((len(n.reports) for n in simulation.nodes.values()), default=0) < steps:
+        while max((len(n.reports) for n in simulation.nodes.values()), default=0) < steps:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -59,27 +59,19 @@ def frame_bytes(header: bytes, body_bytes: int, body: bytes = b"", *, magic: byt
 
 
 def chunk_header(**spec: object) -> bytes:
-    return json.dumps({"kind": "state_chunk", "tensors": [{"name": "x", "dtype": "uint8", "shape": [4], **spec}]}).encode()
+    tensor = {"name": "x", "dtype": "uint8", "shape": [4], **spec}
+    return json.dumps({"kind": "state_chunk", "tensors": [tensor]}).encode()
 
 
-async def send_raw(server: HttpTransport, data: bytes, pause_s: float = 0.0, piece: int = 0) -> bytes:
-    """Write `data` (in pieces, each followed by a pause) and return all that comes back until the end."""
+async def send_raw(server: HttpTransport, data: bytes) -> bytes:
+    """Write `data` and return all that comes back until the end."""
     reader, writer = await asyncio.open_connection(*server.address)
-
-    async def write() -> None:
-        for offset in range(0, len(data), piece or len(data)):
-            writer.write(data[offset : offset + (piece or len(data))])
-            await writer.drain()
-            await asyncio.sleep(pause_s)
-
-    writing = asyncio.create_task(write())
+    writer.write(data)
     try:
         return await reader.read()
     except ConnectionError:
         return b""
     finally:
-        writing.cancel()
-        await asyncio.wait({writing})
         writer.close()
 
 
@@ -183,18 +175,19 @@ def test_a_request_that_comes_byte_by_byte_is_dropped(part: str) -> None:
 @pytest.mark.parametrize("garbage", [b"\x00" * 5000, b"\x16\x03\x01\x02\x00\x01", b"GET " + b"a" * 100_000, b"", b"PO"])
 def test_garbage_and_silence_end_the_connection(garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(server: HttpTransport) -> None:
-        answer = await send_raw(server, garbage or b" "[:0], 0.0, 1000)
+        answer = await send_raw(server, garbage)
         assert answer == b"" or answer.startswith(b"HTTP/1.")
 
     with caplog.at_level(logging.INFO):
         run(scenario)
-    assert not caplog.records, "a stranger must not be able to fill the log"
+    told = [record for record in caplog.records if record.name.startswith(("swarm", "aiohttp"))]
+    assert not told, "a stranger must not be able to fill the log"
 
 
 def test_a_caller_that_does_not_read_its_answer_is_dropped() -> None:
     async def scenario(server: HttpTransport) -> None:
         size = 32 * 2**20
-        reader, writer = await asyncio.open_connection(*server.address, limit=1024)
+        _, writer = await asyncio.open_connection(*server.address, limit=1024)
         writer.write(post(frame_bytes(chunk_header(shape=[size]), size, bytes(size))))
         async with asyncio.timeout(8):
             await writer.drain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -30,7 +31,7 @@ def test_sequences_rise_over_restarts_too(tmp_path):
     for life in range(4):
         identity = Identity.load_or_create(path)
         seen += [identity.next_sequence() for _ in range(SEQUENCE_BLOCK if life == 2 else 3)]
-    assert all(earlier < later for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(earlier < later for earlier, later in itertools.pairwise(seen))
 
 
 def test_a_number_is_reserved_on_disk_before_it_is_handed_out(tmp_path):
@@ -64,7 +65,7 @@ def test_the_file_is_private_and_no_other_is_left(tmp_path):
 def test_a_corrupt_file_is_one_line_that_says_what_to_do(tmp_path, content):
     path = tmp_path / "identity.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="corrupt.*move it away") as caught:
+    with pytest.raises(ConfigError, match=r"corrupt.*move it away") as caught:
         Identity.load_or_create(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -106,5 +107,7 @@ def test_ephemeral_identities_follow_their_seed():
 def test_signatures_verify():
     identity = Identity.ephemeral(random.Random(0))
     Ed25519PublicKey.from_public_bytes(identity.public_key).verify(identity.sign(b"words"), b"words")
-    record = PeerRecord(peer=identity.peer_id, incarnation="0" * 16, role="trainer", host="h", port=1, ttl_s=1, sequence=0)
+    record = PeerRecord(
+        peer=identity.peer_id, incarnation="0" * 16, role="trainer", host="h", port=1, ttl_s=1, sequence=0
+    )
     assert verify_record("key", identity.sign_record("key", record)) == record

@@ -82,7 +82,7 @@ class SlowStorage:
         if same and same[0].record.sequence >= record.sequence:
             return "old_sequence"
         if not same:
-            victims = []
+            victims: list[_Row] = []
             for full, group in (
                 (self.limits.per_key, [row for row in rows if row.key == key]),
                 (self.limits.per_writer, [row for row in rows if row.record.peer == record.peer]),

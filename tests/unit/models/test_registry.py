@@ -1,0 +1,91 @@
+"""A model's name in the configuration leads to a factory, or to one line that says why not; presets train."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from models.registry import factory_of
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+from swarm.base.ids import Ticket
+from swarm.feed.feed import Feed, open_feed
+from swarm.stage.module import StageFactory
+
+MLP = "tests.unit.models.mlp_classifier"
+
+
+def losses_of(config: RunConfig, factory: StageFactory, feed: Feed, num_steps: int) -> list[float]:
+    """Plain loop over the stages: AdamW with a constant learning rate, a whole step at a time."""
+    stages = [factory.build(stage) for stage in range(factory.num_stages)]
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=config.learning_rate, betas=(0.9, 0.95))
+    losses = []
+    for step in range(num_steps):
+        total, tokens = 0.0, 0
+        for index in range(config.tickets_per_step):
+            batch = feed.batch(Ticket(step, index))
+            out = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+            labels = {name: torch.from_numpy(array) for name, array in batch.labels.items()}
+            for stage in stages:
+                out = stage(out, labels if stage is stages[-1] else None)
+            (out["loss_sum"] / (config.target_batch_size * config.sequence_length)).backward()
+            total, tokens = total + out["loss_sum"].item(), tokens + int(out["tokens"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / tokens)
+    return losses
+
+
+def test_llama_tiny_learns_the_builtin_text() -> None:
+    torch.set_num_threads(1)
+    config = RunConfig()
+    losses = losses_of(config, factory_of(config), open_feed(config, None, None, None), 10)
+    assert 5.4 < losses[0] < 6.2
+    assert losses[-1] < 3.4
+
+
+def test_a_custom_model_with_custom_data_learns() -> None:
+    torch.set_num_threads(1)
+    config = RunConfig(model=f"{MLP}:factory", sequence_length=1, learning_rate=1e-2, micro_batch_size=16)
+    losses = losses_of(config, factory_of(config), open_feed(config, f"{MLP}:dataset", None, None), 20)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_model_options_override_a_preset() -> None:
+    options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    factory = factory_of(RunConfig(model="llama-small", model_options=options))
+    assert factory.config.num_hidden_layers == 3  # type: ignore[attr-defined]
+    assert factory.build(0).get_parameter("model.embed_tokens.weight").shape == (256, 32)
+    other = factory_of(RunConfig(model="causal-lm", model_options={**options, "model_type": "qwen3"}))
+    assert other.config.model_type == "qwen3"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("llama-huge", "model 'llama-huge' is none of llama-tiny, llama-small, causal-lm, and no package"),
+        ("no_such_package.x:y", "model no_such_package.x:y: No module named 'no_such_package'"),
+        (f"{MLP}:nothing", "has no callable 'nothing'"),
+        (f"{MLP}:CLASSES", "has no callable 'CLASSES'"),
+        (f"{MLP}:dataset", "must return a StageFactory of 3 stages .* got ArraySamples"),
+        ("os:system; rm", "and no package"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_in_one_line(model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        factory_of(RunConfig(model=model))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dotted_path_is_not_imported_without_leave() -> None:
+    with pytest.raises(ConfigError, match="not told that it may import"):
+        factory_of(RunConfig(model="no_such_package.x:y"), may_import=False)
+
+
+def test_the_registry_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, models.registry, swarm.feed.feed; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -236,8 +236,8 @@ class LocalSwarm:
         """Afterwards no process is left. The backbone goes last, so that the others can still say goodbye to it."""
         await self._heavy.close(grace_s=grace_s)
         await self._light.close(grace_s=GRACE_STOPPED_S)
-        if not self._children and self._plan.state_dir_is_new:
-            shutil.rmtree(self._plan.state_dir, ignore_errors=True)  # nothing ever ran: leave no trace
+        if self._plan.state_dir_is_new and set(self._children) <= {"backbone"}:
+            shutil.rmtree(self._plan.state_dir, ignore_errors=True)  # it never came to training: leave no trace
 
     def _summarise(self) -> None:
         seconds = time.monotonic() - self._began

@@ -81,18 +81,17 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     from rich.text import Text
 
     table = Table(title=f"step {first.step}, head {first.head[:12] or '-'}", title_justify="left")
-    for heading in ("stage", "peer", "address", "role", "state", "step", "head", ""):
-        table.add_column(heading)
+    for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight"):
+        table.add_column(heading, no_wrap=True)
     known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}
     rows: dict[Address, StatusReply | str] = {Address(first.member.host, first.member.port): first}
     for address, reply in {**rows, **others}.items():
         stage = known.get(address, "-")
         if isinstance(reply, str):
-            table.add_row(stage, "", str(address), "", Text("silent", style="red"), "", "", Text(reply))
+            table.add_row(stage, "", Text(str(address)), "", Text("silent", style="red"), "", "", "")
             continue
-        detail = ", ".join(f"{key} {value}" for key, value in sorted(reply.detail.items()))
-        table.add_row(stage, reply.member.peer[:12], Text(str(address)), reply.role, Text(reply.state),
-                      str(reply.step), Text(reply.head[:12]), Text(detail))
+        table.add_row(stage, reply.member.peer[:8], Text(str(address)), reply.role, Text(reply.state),
+                      str(reply.step), Text(reply.head[:8]), str(reply.detail.get("in_flight", "")))
     return table
 
 
@@ -104,8 +103,12 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         print(json.dumps({"peers": [reply.model_dump(mode="json") for reply in replies], "silent": silent}))
     else:
         from rich.console import Console
+        from rich.text import Text
 
-        Console().print(table_of(first, others))
+        console = Console()
+        console.print(table_of(first, others))
+        for key, value in sorted(first.detail.items()):
+            console.print(Text(f"{key}: {value}"))
     return EXIT_DONE
 
 

@@ -268,7 +268,7 @@ class _Entry(_PassThrough):
     """
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states
+        return _entering.get()
 
 
 class _NoNarrowing(TorchFunctionMode):

@@ -30,8 +30,10 @@ class StorageLimits:
     per_key: int = 1024
     #: Keys that one peer may write.
     per_writer: int = 64
-    #: Records altogether; as many expired sequence numbers are remembered.
+    #: Records altogether.
     total: int = 16384
+    #: Sequence numbers of expired records that are remembered.
+    expired: int = 16384
 
 
 class RecordVerifier:
@@ -220,7 +222,7 @@ class RecordStorage(IStorage):
                 max(sequence, record.sequence), max(forget_at, expires_at + record.ttl_s)
             )
         while self._expired and (
-            len(self._expired) > self._limits.total or next(iter(self._expired.values()))[1] <= now
+            len(self._expired) > self._limits.expired or next(iter(self._expired.values()))[1] <= now
         ):
             self._expired.popitem(last=False)
 

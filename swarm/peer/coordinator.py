@@ -141,7 +141,7 @@ class Coordinator:
 
     def _leased(self, message: m.Lease, **extra: object) -> m.Leased:
         records = tuple(r for r in self.records if r.step > message.known_step)
-        return m.Leased(ballot=self.ballot, records=records, waiting_for=self.waiting_for, **extra)  # type: ignore[arg-type]
+        return m.Leased(ballot=self.ballot, records=records, waiting_for=self.waiting_for, **extra)
 
     def _lease(self, message: m.Lease) -> m.Leased | None:
         """What there is to tell `message.trainer` now, or None."""

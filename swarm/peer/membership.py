@@ -9,31 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.base.errors import LinkError, RemoteError
 from swarm.lifecycle.peer import PEER
-from swarm.net.dht import Dht
-from swarm.peer.context import coordinator_key, stage_key
+from swarm.peer.announcing import announce, find_coordinators
+from swarm.peer.context import stage_key
 from swarm.peer.link import Link, RefusedBy
 from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import download
 from swarm.wire import messages as m
-from swarm.wire.records import PeerRecord, sign_record
+from swarm.wire.records import PeerRecord
 
 logger = logging.getLogger(__name__)
-
-
-async def announce(link: Link, dht: Dht, key: str, record: PeerRecord) -> None:
-    """Publish one signed record; a failure is logged, the next round tries again."""
-    try:
-        await dht.publish(key, sign_record(link.context.identity.private_key, key, record))
-    except (SwarmError, OSError) as error:
-        logger.warning("could not announce under %s: %s", key[-24:], error)
-
-
-async def find_coordinators(link: Link) -> list[PeerRecord]:
-    """Coordinators that announce themselves, highest ballot first: a hint, never a decision."""
-    records = await link.context.dht.lookup(coordinator_key(link.context.run))
-    return sorted(records, key=lambda r: (r.ballot, r.peer), reverse=True)
 
 
 class Membership:
@@ -66,7 +52,7 @@ class Membership:
         context = self._link.context
         while True:
             member = self._member
-            await announce(self._link, context.dht, stage_key(context.run, member.stage), PeerRecord(
+            await announce(self._link, stage_key(context.run, member.stage), PeerRecord(
                 peer=context.peer, incarnation=context.incarnation, role="stage", host=context.advertise_host,
                 port=context.transport.address.port, ttl_s=context.config.timing.record_ttl_s,
                 sequence=context.identity.next_sequence(), stage=member.stage, step=member.num_commits,
@@ -112,7 +98,7 @@ class Membership:
                 self._move("listed")
         if self.state == "serving" and not member.up_to_date:
             # The record may be being applied this very moment.
-            async with member._commit_lock:
+            async with member.commit_lock:
                 behind = not member.up_to_date and member.versions.newest.head != member.record.head
             if behind:
                 self._move("fell_behind")
@@ -128,7 +114,7 @@ class Membership:
         if member.up_to_date:
             self._move("synced")
             return
-        async with member._commit_lock:
+        async with member.commit_lock:
             member.queued = []
         donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
         self._link.context.rng.shuffle(donors)
@@ -138,7 +124,7 @@ class Membership:
             logger.warning("stage %d: %s", member.stage, error)
             await self._catch_up(donors)
             return
-        async with member._commit_lock:
+        async with member.commit_lock:
             member.versions.replace(version, optimizer)
             later = [(r, flat) for r, flat in member.queued or [] if r.step > version.record.step]
             member.queued = None
@@ -183,10 +169,7 @@ class Membership:
 
     async def _coordinators(self) -> list[m.Member]:
         known = [self._member.coordinator] if self._member.coordinator is not None else []
-        found = [
-            m.Member(peer=r.peer, incarnation=r.incarnation, host=r.host, port=r.port)
-            for r in await find_coordinators(self._link)
-        ]
+        found = await find_coordinators(self._link)
         return known + [x for x in found if not known or x.key != known[0].key]
 
     async def leave(self) -> None:

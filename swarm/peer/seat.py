@@ -11,10 +11,10 @@ import logging
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.net.transport import Progress
+from swarm.peer.announcing import announce, find_coordinators, member_of
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator import Coordinator, Demoted
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
-from swarm.peer.membership import announce, find_coordinators
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import PeerRecord
@@ -87,10 +87,7 @@ class Seat:
 
     async def _find(self) -> bool:
         """Is there a live coordinator? The last known is asked first, then those in the DHT."""
-        found = [
-            m.Member(peer=r.peer, incarnation=r.incarnation, host=r.host, port=r.port)
-            for r in await find_coordinators(self._link)
-        ]
+        found = await find_coordinators(self._link)
         candidates = ([self.known] if self.known is not None else []) + found
         for member in candidates:
             if member.key == self.context.member().key:
@@ -155,7 +152,7 @@ class Seat:
         request = m.Elect(run=run, ballot=ballot, coordinator=self.context.member())
 
         async def ask(record: PeerRecord) -> m.Elected | None:
-            member = m.Member(peer=record.peer, incarnation=record.incarnation, host=record.host, port=record.port)
+            member = member_of(record)
             try:
                 return (await self._link.ask(member, request, m.Elected))[0]
             except RefusedBy as refused:
@@ -175,7 +172,7 @@ class Seat:
     async def _announce_loop(self, ballot: Ballot) -> None:
         context = self.context
         while True:
-            await announce(self._link, context.dht, coordinator_key(context.run), PeerRecord(
+            await announce(self._link, coordinator_key(context.run), PeerRecord(
                 peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.advertise_host,
                 port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
                 sequence=context.identity.next_sequence(), ballot=ballot.counter,

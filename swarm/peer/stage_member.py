@@ -82,7 +82,7 @@ class StageMember:
         self.state_digest = ""
         self._steps: dict[int, StepState] = {}
         self._last_average: tuple[int, Average] | None = None
-        self._commit_lock = asyncio.Lock()
+        self.commit_lock = asyncio.Lock()
         #: Called after each record was applied or queued, in order.
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []
         for kind, handler in (
@@ -332,7 +332,7 @@ class StageMember:
                 continue  # it will hear of it from someone else, or notice that it is behind
 
     async def _take_over(self, record: m.CommitRecord, previous: m.CommitRecord | None) -> None:
-        async with self._commit_lock:
+        async with self.commit_lock:
             if record.step == -1:
                 if self.versions.newest.num_commits == 0:
                     newest = self.versions.newest

@@ -408,7 +408,7 @@ def _payload(batch: BatchLike) -> tuple[tuple[m.TensorSpec, ...], list[Buffer]]:
     for role, arrays in (("input", batch.inputs), ("label", batch.labels)):
         for name, array in arrays.items():
             array = np.ascontiguousarray(array)
-            specs.append(m.TensorSpec(name=name, dtype=str(array.dtype), shape=array.shape, role=role))  # type: ignore[arg-type]
+            specs.append(m.TensorSpec(name=name, dtype=str(array.dtype), shape=array.shape, role=role))
             buffers.append(array.data.cast("B") if array.size else b"")
     return tuple(specs), buffers
 

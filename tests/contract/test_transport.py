@@ -18,10 +18,12 @@ from swarm.net.http import HttpTransport
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Handler, Progress, Transport
 from swarm.wire.framing import Frame
-from swarm.wire.messages import DTYPE_BYTES, Ack, Refusal, StateChunk, StatusReply, TensorSpec
+from swarm.wire.messages import DTYPE_BYTES, Ack, Member, Refusal, StateChunk, StatusReply, TensorSpec
 
 HEARTBEAT_S = 0.05
-STALL_S = 0.4
+STALL_S = 0.6
+#: For calls that are not about waiting, on a busy machine.
+PATIENT_S = 10.0
 CONNECT_S = 2.0
 
 
@@ -109,8 +111,12 @@ async def forever(frame: Frame, progress: Progress) -> Frame:
 
 
 def tensor_frame(*shape: int, dtype: str = "uint8", seed: int = 0) -> Frame:
-    spec = TensorSpec(name="x", dtype=dtype, shape=shape)  # type: ignore[arg-type]
-    return Frame(StateChunk(tensors=(spec,)), (random.Random(seed).randbytes(spec.num_bytes),))
+    tensor = spec(name="x", dtype=dtype, shape=shape)
+    return Frame(StateChunk(tensors=(tensor,)), (random.Random(seed).randbytes(tensor.num_bytes),))
+
+
+def spec(**fields: object) -> TensorSpec:
+    return TensorSpec.model_validate(fields)
 
 
 def same(a: Frame, b: Frame) -> bool:
@@ -123,12 +129,13 @@ def same(a: Frame, b: Frame) -> bool:
 def test_every_dtype_shape_and_codec_arrives_as_it_was_sent(world: HttpWorld) -> None:
     async def main() -> None:
         server, client = await world.transport(), await world.transport()
-        specs = [TensorSpec(name=f"{d}{s}", dtype=d, shape=s) for d in DTYPE_BYTES for s in [(), (0,), (3, 5)]]  # type: ignore[arg-type]
+        shapes: list[tuple[int, ...]] = [(), (0,), (3, 5)]
+        specs = [spec(name=f"{dtype}{shape}", dtype=dtype, shape=shape) for dtype in DTYPE_BYTES for shape in shapes]
         specs += [TensorSpec(name=c, dtype="float32", shape=(5000,), codec=c) for c in ("fp16", "bf16", "8bit")]
         rng = random.Random(2)
-        frame = Frame(StateChunk(tensors=tuple(specs)), tuple(rng.randbytes(spec.num_bytes) for spec in specs))
-        assert same(await client.call(server.address, frame, stall_s=STALL_S), frame)
-        assert same(await client.call(server.address, Frame(Ack()), stall_s=STALL_S), Frame(Ack()))
+        frame = Frame(StateChunk(tensors=tuple(specs)), tuple(rng.randbytes(each.num_bytes) for each in specs))
+        assert same(await client.call(server.address, frame, stall_s=PATIENT_S), frame)
+        assert same(await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S), Frame(Ack()))
 
     world.run(main)
 
@@ -137,10 +144,10 @@ def test_large_bodies_and_many_small_tensors_arrive(world: HttpWorld) -> None:
     async def main() -> None:
         server, client = await world.transport(), await world.transport()
         large = tensor_frame(16 * 2**20)
-        assert same(await client.call(server.address, large, stall_s=STALL_S), large)
+        assert same(await client.call(server.address, large, stall_s=PATIENT_S), large)
         specs = tuple(TensorSpec(name=str(i), dtype="uint8", shape=(700,)) for i in range(1000))
         small = Frame(StateChunk(tensors=specs), tuple(bytes([i % 256]) * 700 for i in range(1000)))
-        assert same(await client.call(server.address, small, stall_s=STALL_S), small)
+        assert same(await client.call(server.address, small, stall_s=PATIENT_S), small)
 
     world.run(main)
 
@@ -148,12 +155,12 @@ def test_large_bodies_and_many_small_tensors_arrive(world: HttpWorld) -> None:
 def test_buffers_of_any_contiguous_type_are_sent(world: HttpWorld) -> None:
     async def main() -> None:
         server, client = await world.transport(), await world.transport()
-        spec = TensorSpec(name="x", dtype="int32", shape=(2, 2))
+        tensors = (spec(name="x", dtype="int32", shape=(2, 2)),)
         view = memoryview(bytearray(range(16))).cast("i", (2, 2))
-        reply = await client.call(server.address, Frame(StateChunk(tensors=(spec,)), (view,)), stall_s=STALL_S)
+        reply = await client.call(server.address, Frame(StateChunk(tensors=tensors), (view,)), stall_s=PATIENT_S)
         assert bytes(reply.buffers[0]) == bytes(range(16))
         with pytest.raises(ValueError, match="its spec says 16"):
-            await client.call(server.address, Frame(StateChunk(tensors=(spec,)), (b"short",)), stall_s=STALL_S)
+            await client.call(server.address, Frame(StateChunk(tensors=tensors), (b"short",)), stall_s=PATIENT_S)
 
     world.run(main)
 
@@ -169,15 +176,15 @@ def test_200_concurrent_nested_calls_in_both_directions_do_not_deadlock(world: H
             target = peers["a" if hops % 2 else "b"].address
             inner = frame.message.model_copy(update={"detail": {"hops": hops - 1}})
             me = peers["b" if hops % 2 else "a"]
-            return await me.call(target, Frame(inner), stall_s=10)
+            return await me.call(target, Frame(inner), stall_s=PATIENT_S)
 
         peers["a"] = await world.transport(bounce)
         peers["b"] = await world.transport(bounce)
-        member = {"peer": "0" * 40, "incarnation": "0" * 16, "host": "h", "port": 1}
-        start = Frame(StatusReply(role="trainer", member=member, detail={"hops": 1}))  # type: ignore[arg-type]
-        there = [peers["a"].call(peers["b"].address, start, stall_s=10) for _ in range(100)]
+        member = Member(peer="0" * 40, incarnation="0" * 16, host="h", port=1)
+        start = Frame(StatusReply(role="trainer", member=member, detail={"hops": 1}))
+        there = [peers["a"].call(peers["b"].address, start, stall_s=PATIENT_S) for _ in range(100)]
         twice = start.message.model_copy(update={"detail": {"hops": 2}})
-        back = [peers["b"].call(peers["a"].address, Frame(twice), stall_s=10) for _ in range(100)]
+        back = [peers["b"].call(peers["a"].address, Frame(twice), stall_s=PATIENT_S) for _ in range(100)]
         for reply in await asyncio.gather(*there, *back):
             assert reply.message.detail == {"hops": 0}
 
@@ -193,7 +200,7 @@ def test_the_handler_learns_where_the_request_came_from(world: HttpWorld) -> Non
             return frame
 
         server, client = await world.transport(handler), await world.transport()
-        await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+        await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
         assert seen == [client.address.host]
 
     world.run(main)
@@ -243,9 +250,9 @@ def test_a_hung_handler_behind_a_lively_loop_is_stalled_within_the_bound(world: 
         server, client = await world.transport(forever), await world.transport()
         loop = asyncio.get_running_loop()
         began = loop.time()
-        with pytest.raises(Stalled, match=r"ack to .*nothing advanced for 0.4 s"):
+        with pytest.raises(Stalled, match=r"ack to .*nothing advanced for 0.6 s"):
             await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
-        assert STALL_S <= loop.time() - began < STALL_S + 0.3
+        assert STALL_S <= loop.time() - began < STALL_S + 1.0
 
     world.run(main)
 
@@ -272,9 +279,9 @@ def test_a_caller_that_gives_up_cancels_the_handler(world: HttpWorld, gives_up: 
         else:
             with pytest.raises(Stalled):
                 await call
-        async with asyncio.timeout(0.3):
+        async with asyncio.timeout(2):
             await cancelled.wait()
-        assert server.held_bytes == 0 or await settled(lambda: server.held_bytes == 0)
+        assert await settled(lambda: server.held_bytes == 0)
 
     world.run(main)
 
@@ -296,7 +303,7 @@ def test_nobody_there_is_unreachable_quickly(world: HttpWorld) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         with pytest.raises(Unreachable):
-            await client.call(world.nobody(), Frame(Ack()), stall_s=STALL_S)
+            await client.call(world.nobody(), Frame(Ack()), stall_s=PATIENT_S)
         assert loop.time() - began < CONNECT_S
 
     world.run(main)
@@ -323,14 +330,14 @@ def test_a_server_that_closes_breaks_the_link_and_is_then_unreachable(world: Htt
                 cancelled.set()
 
         server, client = await world.transport(handler), await world.transport()
-        call = asyncio.create_task(client.call(server.address, Frame(Ack()), stall_s=5))
+        call = asyncio.create_task(client.call(server.address, Frame(Ack()), stall_s=PATIENT_S))
         await began.wait()
         await server.close()
         assert cancelled.is_set(), "close returns once the running handlers have ended"
         with pytest.raises(LinkBroken):
             await call
         with pytest.raises(LinkError):
-            await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+            await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
 
     world.run(main)
 
@@ -338,13 +345,13 @@ def test_a_server_that_closes_breaks_the_link_and_is_then_unreachable(world: Htt
 def test_closing_ones_own_transport_ends_ones_calls(world: HttpWorld) -> None:
     async def main() -> None:
         server, client = await world.transport(forever), await world.transport()
-        call = asyncio.create_task(client.call(server.address, Frame(Ack()), stall_s=5))
+        call = asyncio.create_task(client.call(server.address, Frame(Ack()), stall_s=PATIENT_S))
         await asyncio.sleep(0.05)
         await client.close()
         with pytest.raises(LinkBroken):
             await call
         with pytest.raises(Unreachable):
-            await client.call(server.address, Frame(Ack()), stall_s=5)
+            await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
 
     world.run(main)
 
@@ -369,9 +376,9 @@ def test_a_handlers_failure_is_a_refusal(world: HttpWorld, error: BaseException,
             return frame
 
         server, client = await world.transport(handler), await world.transport()
-        reply = await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+        reply = await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
         assert reply.message == Refusal(code=code, reason=reason)
-        assert same(await client.call(server.address, Frame(Ack()), stall_s=STALL_S), Frame(Ack()))
+        assert same(await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S), Frame(Ack()))
 
     world.run(main)
 
@@ -382,7 +389,7 @@ def test_a_handlers_reply_that_does_not_fit_its_specs_is_a_refusal(world: HttpWo
             return Frame(tensor_frame(4).message, (b"12345",))
 
         server, client = await world.transport(handler), await world.transport()
-        reply = await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+        reply = await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
         assert reply.message.code == "failed"
 
     world.run(main)
@@ -398,26 +405,26 @@ def test_requests_over_a_bound_are_refused_and_the_next_one_works(world: HttpWor
 
         server = await world.transport(handler, max_body_bytes=2**20, max_inflight_bytes=2**21, max_open_requests=4)
         client = await world.transport()
-        refused = await client.call(server.address, tensor_frame(2 * 2**20), stall_s=STALL_S)
+        refused = await client.call(server.address, tensor_frame(2 * 2**20), stall_s=PATIENT_S)
         assert refused.message.code == "bad_request"
         assert "over this peer's limit of 1048576" in refused.message.reason
 
         held = [
-            asyncio.create_task(client.call(server.address, tensor_frame(900_000), stall_s=5)) for _ in range(2)
+            asyncio.create_task(client.call(server.address, tensor_frame(900_000), stall_s=PATIENT_S)) for _ in range(2)
         ]
         assert await settled(lambda: server.held_bytes > 1_800_000)
-        refused = await client.call(server.address, tensor_frame(900_000), stall_s=STALL_S)
+        refused = await client.call(server.address, tensor_frame(900_000), stall_s=PATIENT_S)
         assert refused.message.code == "busy", "a third body would be over max_inflight_bytes"
 
-        held += [asyncio.create_task(client.call(server.address, Frame(Ack()), stall_s=5)) for _ in range(2)]
+        held += [asyncio.create_task(client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)) for _ in range(2)]
         await asyncio.sleep(0.05)
-        refused = await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+        refused = await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
         assert refused.message == Refusal(code="busy", reason="4 requests are open")
 
         release.set()
         for reply in await asyncio.gather(*held):
             assert reply.message == Ack()
-        assert (await client.call(server.address, tensor_frame(900_000), stall_s=STALL_S)).message == Ack()
+        assert (await client.call(server.address, tensor_frame(900_000), stall_s=PATIENT_S)).message == Ack()
         assert await settled(lambda: server.held_bytes == 0)
 
     world.run(main)
@@ -427,11 +434,11 @@ def test_nothing_is_left_after_many_calls(world: HttpWorld) -> None:
     async def main() -> None:
         server, client = await world.transport(), await world.transport()
         for _ in range(20):
-            await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+            await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
         gc.collect()
         before = len(asyncio.all_tasks())
         for _ in range(100):
-            await client.call(server.address, Frame(Ack()), stall_s=STALL_S)
+            await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
         assert await settled(lambda: len(asyncio.all_tasks()) <= before)
 
     world.run(main)

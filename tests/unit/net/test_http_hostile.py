@@ -162,7 +162,7 @@ def test_a_request_that_comes_byte_by_byte_is_dropped(part: str) -> None:
         dripping = asyncio.create_task(drip())
         began = asyncio.get_running_loop().time()
         answer = await reader.read()
-        assert asyncio.get_running_loop().time() - began < 2.9, "dropped at the deadline"
+        assert asyncio.get_running_loop().time() - began < 5, "dropped at the deadline"
         if part == "frame":
             assert refusal_in(answer)[0] == 408
         dripping.cancel()

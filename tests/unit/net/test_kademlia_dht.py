@@ -177,6 +177,23 @@ def test_a_fifth_of_all_datagrams_lost_each_way_loses_nothing():
     run(main(), drop=0.2)
 
 
+def test_publish_and_lookup_take_a_few_round_trips():
+    async def main() -> None:
+        nodes = await spawn(10)
+        loop = asyncio.get_running_loop()
+        for seed, node in enumerate(nodes):
+            started = loop.time()
+            assert await node.publish(KEY, signed(seed)) >= 8
+            published = loop.time()
+            assert len(await node.lookup(KEY)) == seed + 1
+            # A round trip is 2 to 20 ms; 8 nodes are asked, 3 at a time.
+            assert published - started < 0.12
+            assert loop.time() - published < 0.1
+        await close(*nodes)
+
+    run(main())
+
+
 def test_a_contact_is_dropped_after_several_misses_in_a_row_and_not_after_one():
     async def main() -> None:
         alive, dead = await spawn(2)

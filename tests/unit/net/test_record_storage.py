@@ -103,7 +103,7 @@ puts = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example(  # a short-lived newer record must not shorten the memory of a long-lived older one
     [(0, "a", 1, 9.0, 1, 1.5, 0.0), (0, "a", 2, 2.0, 1, 4.0, 3.0), (0, "a", 1, 9.0, 1, 4.0, 3.0)] * 2, (8, 8, 99)
 )
@@ -184,7 +184,7 @@ def test_the_record_that_expires_first_gives_way():
 
 def test_memory_stays_bounded_under_constant_renewal():
     clock = Clock()
-    store, _ = storage(clock, total=4)
+    store, _ = storage(clock, total=4, expired=4)
     for sequence in range(300):
         clock.now += 0.001
         assert store.put("a", signed(sequence=sequence, ttl_s=3600.0), 3600.0) == ""

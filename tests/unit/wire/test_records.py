@@ -34,7 +34,7 @@ def record(**changes: object) -> PeerRecord:
         "peer": PEER, "incarnation": "00000000000000ab", "role": "stage", "host": "10.0.0.7", "port": 4000,
         "ttl_s": 10.0, "sequence": 12, "stage": 1, "step": 5, "state": "serving", "ballot": 3,
     }
-    return PeerRecord(**{**fields, **changes})  # type: ignore[arg-type]
+    return PeerRecord(**{**fields, **changes})
 
 
 def test_golden_bytes():

@@ -118,7 +118,7 @@ class Children:
             raise InternalError(f"a child named {name} exists")
         self._children[name] = child
         self._send({"start": name, "entry": entry, "argv": list(argv), "title": title, "log": str(log)})
-        child.pid = await child.started
+        child.pid = await asyncio.shield(child.started)  # cancelling the caller must not cancel the future
         return child
 
     async def stop(self, *, grace_s: float) -> list[str]:

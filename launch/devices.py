@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from swarm.base.errors import ConfigError
 
 #: Part of the memory that is free at the start which a stage takes if nothing else is said.
 DEFAULT_MEMORY_PART = 0.5
+
+
+def before_importing_torch() -> None:
+    """Settle what torch and bitsandbytes do as they are imported. Variables that are set already stay as they are."""
+    # bitsandbytes decorates with torch.compile, which creates this directory if it is not there; nothing is put into it.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    # `torch.cuda.is_available()` asks the management library instead of starting the driver, which no fork survives.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def resolve_device(name: str) -> str:

@@ -30,7 +30,7 @@ from setproctitle import setproctitle
 
 from launch.lifeline import die_with_parent, watch_pipe
 from launch.reports import PipeReports
-from swarm.base.errors import ConfigError
+from swarm.base.errors import ConfigError, SwarmError
 
 #: After the creator's death children get this long, in seconds, to end by themselves.
 ORPHAN_GRACE_S = 4.0
@@ -179,7 +179,8 @@ def serve(control_fd: int, report_fd: int) -> None:
             num_devices = server.preload()
         except Exception as error:
             traceback.print_exc()
-            server.tell(failed=str(error) or type(error).__name__, usage=isinstance(error, ConfigError))
+            named = str(error) if isinstance(error, SwarmError | ImportError) else f"{type(error).__name__}: {error}"
+            server.tell(failed=named, usage=isinstance(error, ConfigError))
             return
         server.tell(ready=num_devices)
         server.serve()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.arguments import (
+    EXIT_DONE,
     LaunchParser,
     add_config_options,
     add_data_options,
@@ -127,7 +128,11 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     picture = Picture(title=title, total_steps=config.total_steps)
     claim_directory(plan.state_dir)
     with view_for(picture, announcer, plain=plain) as view:
-        return run_until_done(LocalSwarm(config, plan, picture, view).run, serves_until_stopped=False)
+        swarm = LocalSwarm(config, plan, picture, view)
+        code = run_until_done(swarm.run, serves_until_stopped=False)
+    for text, values in swarm.summary(is_done=code == EXIT_DONE):
+        announcer.say(text, **values)
+    return code
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:

@@ -21,11 +21,13 @@ from launch.children import Child, Children
 from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
 from launch.run_files import DataPaths, create_run, require_same
 from launch.runner import Stopper
+from launch.status import ask
 from launch.view import Picture, PlainView, Row
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
 from swarm.feed.dotted import is_dotted
+from swarm.net.http import HttpTransport
 
 T = TypeVar("T")
 
@@ -35,6 +37,8 @@ RUN_FILE = "run.json"
 GRACE_DONE_S = 30.0
 GRACE_STOPPED_S = 3.0
 _REFRESH_S = 0.25
+_ASK_EVERY_S = 1.0
+_ASK_TIMEOUT_S = 1.0
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -90,7 +94,7 @@ class LocalSwarm:
         Raises:
             SwarmError: the run failed; one line with the reason and where to read more.
         """
-        refreshing = asyncio.create_task(self._refresh())
+        showing = [asyncio.create_task(self._refresh()), asyncio.create_task(self._watch_peers())]
         self._plan.log_dir.mkdir(parents=True, exist_ok=True)
         grace_s = GRACE_STOPPED_S
         try:
@@ -100,9 +104,10 @@ class LocalSwarm:
             await self._until_trainers_are_done()
             grace_s = GRACE_DONE_S
         finally:
-            refreshing.cancel()
+            for task in showing:
+                task.cancel()
+            await asyncio.gather(*showing, return_exceptions=True)
             await asyncio.shield(asyncio.create_task(self._clean_up(grace_s)))
-        self._summarise()
 
     # -------------------------------------------------------------------------------------------- start
 
@@ -182,7 +187,7 @@ class LocalSwarm:
             child = await self._ended.get()
             code = child.ended.result()
             row = self._picture.rows[child.name]
-            row.state = f"ended ({_how(code)})"
+            row.state, row.in_flight = f"ended ({_how(code)})", None
             if child.name in running and code == 0:
                 running.discard(child.name)
             elif not child.name.startswith("stage-") or (code > 0 and not self._serving[child.name].done()):
@@ -207,8 +212,9 @@ class LocalSwarm:
         row = self._picture.rows[name]
         if event == "serving":
             row.state = "serving"
-            row.detail = f"{report['host']}:{report['port']}"
-            self._serving[name].set_result(Address(report["host"], report["port"]))
+            address = Address(report["host"], report["port"])
+            row.address = str(address)
+            self._serving[name].set_result(address)
         elif event == "failed":
             self._messages[name] = report["message"]
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
@@ -222,6 +228,32 @@ class LocalSwarm:
         while True:
             self._view.refresh()
             await asyncio.sleep(_REFRESH_S)
+
+    async def _watch_peers(self) -> None:
+        """Ask every peer how it is, once a second, where somebody looks at a picture that is redrawn."""
+        if not self._view.redraws:
+            return
+        transport = HttpTransport(connect_s=_ASK_TIMEOUT_S)
+        try:
+            while True:
+                names = [name for name, child in self._children.items() if child.alive and self._serving[name].done()]
+                await asyncio.gather(*(self._watch_peer(transport, name) for name in names))
+                await asyncio.sleep(_ASK_EVERY_S)
+        finally:
+            await transport.close()
+
+    async def _watch_peer(self, transport: HttpTransport, name: str) -> None:
+        row, child = self._picture.rows[name], self._children[name]
+        try:
+            status = await ask(transport, self._serving[name].result(), timeout_s=_ASK_TIMEOUT_S)
+        except SwarmError:
+            state = "silent"
+        else:
+            state = status.state
+            row.step, in_flight = status.step, status.detail.get("in_flight")
+            row.in_flight = in_flight if isinstance(in_flight, int) else None
+        if child.alive:
+            row.state = state
 
     # -------------------------------------------------------------------------------------------- end
 
@@ -239,23 +271,28 @@ class LocalSwarm:
         if self._plan.state_dir_is_new and set(self._children) <= {"backbone"}:
             shutil.rmtree(self._plan.state_dir, ignore_errors=True)  # it never came to training: leave no trace
 
-    def _summarise(self) -> None:
-        seconds = time.monotonic() - self._began
+    def summary(self, *, is_done: bool) -> list[tuple[str, dict[str, Any]]]:
+        """Lines for people, each with its values for machines, once `run` has ended."""
         step, state_dir = self._step, self._plan.state_dir
-        done = step["step"] if step else 0
-        text = f"done: {done} steps in {seconds:.1f} s"
+        seconds = time.monotonic() - self._began
+        num_steps = step["step"] if step else 0
+        text = f"{'done' if is_done else 'stopped'}: {num_steps} steps in {seconds:.1f} s"
+        values: dict[str, Any] = {"steps": num_steps, "seconds": seconds}
         if step is not None:
             text += f", final loss {step['loss']:.4f}"
+            values["loss"] = step["loss"]
         if self._evaluation is not None:
             text += f", eval loss {self._evaluation[1]:.4f}"
-        self._view.event(text, steps=done, seconds=seconds, loss=step["loss"] if step else None,
-                         eval_loss=self._evaluation[1] if self._evaluation else None)
+            values["eval_loss"] = self._evaluation[1]
+        lines: list[tuple[str, dict[str, Any]]] = [(text, values)]
         newest = newest_checkpoint(state_dir, self._config.num_stages)
-        if newest is None:
-            self._view.event(f"no complete checkpoint was written; see {self._plan.log_dir}")
-        else:
-            self._view.event(f"checkpoint of step {newest} in {state_dir}", checkpoint=str(state_dir))
-            self._view.event(f"export it with: export_model --checkpoints {shlex.quote(str(state_dir))} --out exported")
+        if newest is not None:
+            export = f"export_model --checkpoints {shlex.quote(str(state_dir))} --out exported"
+            lines.append((f"checkpoint of step {newest} in {state_dir}", {"checkpoint": str(state_dir)}))
+            lines.append((f"export it with: {export}", {"command": export}))
+        elif is_done:
+            lines.append((f"no complete checkpoint was written; see {self._plan.log_dir}", {}))
+        return lines
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import importlib
 import logging
-import os
 import threading
 
+from launch.devices import before_importing_torch
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.feed.dotted import is_dotted
 
@@ -59,7 +59,7 @@ def everything(config_json: str) -> int:
         ImportError: naming the module that cannot be imported.
         RuntimeError: an import started a thread or initialised CUDA, so that children could hang.
     """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # is_available() would initialise the driver otherwise
+    before_importing_torch()
     for name in MODULES:
         try:
             importlib.import_module(name)

@@ -83,7 +83,9 @@ async def _choose(wanted: int | None, context: PeerContext) -> int:
 
 def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePeer:
     """Import what computes, seconds long, and put the peer together."""
-    from launch.devices import default_memory_limit, resolve_device, use_threads
+    from launch.devices import before_importing_torch, default_memory_limit, resolve_device, use_threads
+
+    before_importing_torch()
     from models.registry import factory_of
     from swarm.peer.stage_peer import StagePeer
     from swarm.stage.executor import ThreadExecutor

@@ -80,7 +80,7 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"step {first.step}, head {first.head[:12] or '-'}", title_justify="left")
+    table = Table(title=f"step {first.step}, head {first.head[:12] or '-'}", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight"):
         table.add_column(heading, no_wrap=True)
     known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}

@@ -18,6 +18,8 @@ from rich.text import Text
 from launch.logs import Announcer
 from launch.step_lines import step_text
 
+_NOT_YET = ("starting", "waiting", "silent")
+
 
 @dataclass
 class Row:
@@ -27,7 +29,9 @@ class Row:
     stage: int | None = None
     pid: int = 0
     state: str = "starting"
-    detail: str = ""
+    address: str = ""
+    step: int | None = None
+    in_flight: int | None = None
 
 
 @dataclass
@@ -39,11 +43,13 @@ class Picture:
     rows: dict[str, Row] = field(default_factory=dict)
     step: dict[str, Any] | None = None
     evaluation: tuple[int, float] | None = None
-    in_flight: int = 0
 
 
 class PlainView:
     """One line per event, for logs and pipes."""
+
+    #: Whether the picture is drawn again and again, so that it should be kept fresh.
+    redraws = False
 
     def __init__(self, picture: Picture, announcer: Announcer) -> None:
         self._picture = picture
@@ -67,6 +73,8 @@ class PlainView:
 
 class LiveView(PlainView):
     """A table redrawn in place; events scroll by above it."""
+
+    redraws = True
 
     def __init__(self, picture: Picture, announcer: Announcer) -> None:
         super().__init__(picture, announcer)
@@ -100,11 +108,12 @@ def view_for(picture: Picture, announcer: Announcer, *, plain: bool) -> PlainVie
 def draw(picture: Picture) -> Group:
     """The whole live view as something rich can print."""
     table = Table(title=picture.title, title_justify="left", expand=False)
-    for heading in ("process", "pid", "state", ""):
-        table.add_column(heading, justify="right" if heading == "pid" else "left")
+    for heading in ("process", "pid", "address", "state", "step", "in flight"):
+        table.add_column(heading, justify="right" if heading in ("pid", "step", "in flight") else "left")
     for name, row in sorted(picture.rows.items()):
-        style = "red" if row.state.startswith("ended") else "green" if row.state == "serving" else "yellow"
-        table.add_row(name, str(row.pid or ""), Text(row.state, style=style), row.detail)
+        style = "red" if row.state.startswith("ended") else "yellow" if row.state in _NOT_YET else "green"
+        state = Text(row.state, style=style)
+        table.add_row(name, str(row.pid or ""), row.address, state, _text(row.step), _text(row.in_flight))
     done = picture.step["step"] if picture.step else 0
     progress = Table.grid(padding=(0, 2))
     bar = ProgressBar(picture.total_steps, done, width=40)
@@ -112,11 +121,15 @@ def draw(picture: Picture) -> Group:
     return Group(table, progress)
 
 
+def _text(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
 def _numbers(picture: Picture) -> str:
-    parts = [f"in flight {picture.in_flight}"]
+    parts = []
     if (line := picture.step) is not None:
         speed = [f"tokens/s {line['tokens_per_s']:.0f}", f"{line['seconds']:.2f} s/step"]
-        parts = [f"loss {line['loss']:.4f}", *speed, *parts]
+        parts += [f"loss {line['loss']:.4f}", *speed]
     if picture.evaluation is not None:
         parts.append(f"eval loss {picture.evaluation[1]:.4f} (step {picture.evaluation[0]})")
     return "  ".join(parts)

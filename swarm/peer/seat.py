@@ -131,13 +131,34 @@ class Seat:
         self.coordinator = coordinator
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
-        announcing = self._tasks.start(self._announce_loop(ballot), "announce coordinator")
+        helpers = [self._tasks.start(self._announce_loop(ballot), "announce coordinator")]
+        if record is None:
+            helpers.append(self._tasks.start(self._doubt(coordinator), "look for a record"))
         try:
             await coordinator.run(prepared)
             await asyncio.Event().wait()  # goes on answering trainers and newcomers
         finally:
-            announcing.cancel()
+            for helper in helpers:
+                helper.cancel()
         return True
+
+    async def _doubt(self, coordinator: Coordinator) -> None:
+        """A candidate that nobody could tell of a record goes on looking: the run may have begun without it."""
+        while coordinator.record is None:
+            await asyncio.sleep(self._timing.request_s / 2)
+            for roster in await self._rosters():
+                for peer in roster[:2]:
+                    try:
+                        info, _ = await self._link.ask(member_of(peer), m.Hello(), m.RunInfo)
+                    except (LinkError, RemoteError):
+                        continue
+                    if info.record is not None and coordinator.record is None:
+                        coordinator.demote(f"a record of step {info.record.step} exists already")
+                        return
+
+    async def _rosters(self) -> list[list[PeerRecord]]:
+        run, num_stages = self.context.run, self.context.config.num_stages
+        return await asyncio.gather(*(self.context.dht.lookup(stage_key(run, stage)) for stage in range(num_stages)))
 
     async def _elect(self, ballot: Ballot) -> list[m.Elected]:
         """Ask every announced stage peer to accept `ballot`.
@@ -145,11 +166,8 @@ class Seat:
         Raises:
             Demoted: somebody accepted a higher one.
         """
-        config, run = self.context.config, self.context.run
-        rosters = await asyncio.gather(
-            *(self.context.dht.lookup(stage_key(run, stage)) for stage in range(config.num_stages))
-        )
-        request = m.Elect(run=run, ballot=ballot, coordinator=self.context.member())
+        rosters = await self._rosters()
+        request = m.Elect(run=self.context.run, ballot=ballot, coordinator=self.context.member())
 
         async def ask(record: PeerRecord) -> m.Elected | None:
             member = member_of(record)

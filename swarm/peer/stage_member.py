@@ -140,11 +140,11 @@ class StageMember:
             raise Refuse("behind", f"step {step} is ahead of this peer at {self.num_commits}", record=self.record)
         state = self._steps.get(step)
         if state is None:
-            accumulator = Accumulator(
-                step, self.compute.layout, dtype=self.compute.master_dtype, device=self.compute.device
-            )
-            state = self._steps[step] = StepState(accumulator)
+            state = self._steps[step] = StepState(self.make_accumulator(step))
         return state
+
+    def make_accumulator(self, step: int) -> Accumulator:
+        return Accumulator(step, self.compute.layout, dtype=self.compute.master_dtype, device=self.compute.device)
 
     def accept_ballot(self, ballot: Ballot) -> None:
         """Members refuse lower ballots than they promised."""
@@ -222,7 +222,7 @@ class StageMember:
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
         """The round of this attempt; made once, from a copy of the sealed accumulator."""
         ledger = state.accumulator.ledger
-        if state.round is not None and state.round.term.order == message.term.order:
+        if ledger.state != "frozen":
             raise Refuse("wrong_state", "this round has been started already")
         ledger.move("reduce")
         contribution = (await self.executor.run(state.accumulator.contribution, Priority.CONTROL)).value

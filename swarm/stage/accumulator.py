@@ -36,17 +36,21 @@ class Accumulator:
             self.ledger.add(index, entry, overflow=True)
             return "overflow"
         try:
-            if self._flat is None:
-                self._flat = torch.zeros(self._layout.num_elements, dtype=self._dtype, device=self._device)
-                self._views = self._layout.views(self._flat)
-            for view, gradient in zip(self._views, gradients, strict=True):
-                if gradient is not None:
-                    view.add_(gradient)
+            self.add_all(gradients)
         except BaseException:
             self.discard()
             raise
         self.ledger.add(index, entry)
         return "accumulated"
+
+    def add_all(self, gradients: list[torch.Tensor | None]) -> None:
+        """Add one micro-batch's gradients to the sum; an exception leaves it spoilt."""
+        if self._flat is None:
+            self._flat = torch.zeros(self._layout.num_elements, dtype=self._dtype, device=self._device)
+            self._views = self._layout.views(self._flat)
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is not None:
+                view.add_(gradient)
 
     def discard(self) -> None:
         self.ledger.discard()

@@ -287,7 +287,7 @@ def test_a_caller_that_gives_up_cancels_the_handler(world: HttpWorld, gives_up: 
 
 
 async def settled(condition: Callable[[], bool]) -> bool:
-    for _ in range(20):
+    for _ in range(200):
         if condition():
             return True
         await asyncio.sleep(0.01)

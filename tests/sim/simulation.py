@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from swarm.peer.context import PeerContext
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Evaluation, StepReport, Trainer
 from swarm.policy.schedule import learning_rate
+from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Priority
 from swarm.stage.module import Tensors
+from swarm.wire.messages import CommitRecord
 
 WIDTH = 6
 CLASSES = 4
@@ -161,6 +164,26 @@ class Node:
     running: asyncio.Task[None] | None = None
     reports: list[StepReport] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    #: Compute takes this many times as long.
+    slowness: float = 1.0
+    #: So many accumulations to come fail after a part of the gradient was added.
+    fail_halfway: int = 0
+
+
+class _Accumulator(Accumulator):
+    """Fails halfway when told to, as a real one does when memory runs out."""
+
+    def __init__(self, node: Node, step: int, peer: StagePeer) -> None:
+        compute = peer.member.compute
+        super().__init__(step, compute.layout, dtype=compute.master_dtype, device="cpu")
+        self._node = node
+
+    def add_all(self, gradients: list[torch.Tensor | None]) -> None:
+        if self._node.fail_halfway:
+            self._node.fail_halfway -= 1
+            super().add_all([gradients[0], *[None for _ in gradients[1:]]])
+            raise RuntimeError("out of memory (injected)")
+        super().add_all(gradients)
 
 
 class Simulation:
@@ -181,6 +204,11 @@ class Simulation:
         self._forward_s = forward_s
         self._next_port = 1000
         self._identities: dict[str, Identity] = {}
+        #: Names of nodes that a fault is at work on.
+        self.troubled: set[str] = set()
+        #: Every record that any peer saw, by step: two heads for one step are two models.
+        self.heads: dict[int, set[str]] = {}
+        self.commits: dict[int, CommitRecord] = {}
 
     # ------------------------------------------------------------------------------------------------ starting
 
@@ -202,9 +230,13 @@ class Simulation:
             role=role, advertise_host=address.host, bootstrap=tuple(live[:3]),  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def _duration(self, priority: Priority) -> float:
-        base = {Priority.CONTROL: 0.0005, Priority.BACKWARD: 2 * self._forward_s}.get(priority, self._forward_s)
-        return base * self.rng.uniform(0.8, 1.2)
+    def _duration(self, name: str) -> Callable[[Priority], float]:
+        def duration(priority: Priority) -> float:
+            base = {Priority.CONTROL: 0.0005, Priority.BACKWARD: 2 * self._forward_s}.get(priority, self._forward_s)
+            node = self.nodes.get(name)
+            return base * self.rng.uniform(0.8, 1.2) * (node.slowness if node is not None else 1.0)
+
+        return duration
 
     async def add_backbone(self, name: str) -> Node:
         context = self._context(name, "backbone")
@@ -212,13 +244,20 @@ class Simulation:
 
     async def add_stage_peer(self, name: str, stage: int, *, memory_limit_bytes: int = 2**30) -> Node:
         context = self._context(name, "stage")
-        executor = InlineExecutor(self._duration)
+        executor = InlineExecutor(self._duration(name))
         peer = StagePeer(
             context, stage=stage, factory=self.factory, executor=executor,  # type: ignore[arg-type]
             background=InlineExecutor(lambda priority: 0.0005), memory_limit_bytes=memory_limit_bytes,
             state_dir=None if self._state_dir is None else self._state_dir / name,
         )  # fmt: skip
-        return await self._start(Node(name, context.transport.address, context.identity, peer, executor))
+        node = Node(name, context.transport.address, context.identity, peer, executor)
+        peer.member.on_commit.append(self._note)
+        peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
+        return await self._start(node)
+
+    def _note(self, record: CommitRecord) -> None:
+        self.heads.setdefault(record.step, set()).add(record.head)
+        self.commits[record.step] = record
 
     async def add_trainer(self, name: str, **options: object) -> Node:
         context = self._context(name, "trainer")
@@ -259,6 +298,49 @@ class Simulation:
             node.peer._background.close()
         await node.peer.context.dht.close()
 
+    def pause(self, node: Node) -> None:
+        """SIGSTOP."""
+        self.network.pause(node.address)
+        self.dht_network.isolate(node.address)
+        if node.executor is not None:
+            node.executor.hung = True
+
+    def resume(self, node: Node) -> None:
+        self.network.resume(node.address)
+        self.dht_network.heal([node.address])
+        if node.executor is not None:
+            node.executor.hung = False
+
+    def isolate(self, node: Node) -> None:
+        """No packet to or from anyone."""
+        for other in self.nodes.values():
+            if other is not node:
+                self.network.cut(node.address, other.address)
+        self.dht_network.isolate(node.address)
+
+    def rejoin(self, node: Node) -> None:
+        for other in self.nodes.values():
+            self.network.heal(node.address, other.address)
+        self.dht_network.heal([node.address])
+
+    def hang(self, node: Node) -> None:
+        """The device hangs under a lively event loop."""
+        if node.executor is not None:
+            node.executor.hung = True
+
+    def unhang(self, node: Node) -> None:
+        if node.executor is not None:
+            node.executor.hung = False
+
+    def coordinates(self, node: Node) -> bool:
+        return not isinstance(node.peer, StagePeer) and node.peer.seat.coordinator is not None
+
+    async def began(self, *, within_s: float = 60.0) -> None:
+        """Until some peer knows the genesis record."""
+        async with asyncio.timeout(within_s):
+            while not self.heads:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     # ------------------------------------------------------------------------------------------------ ending
 
     def stage_peers(self, stage: int | None = None) -> list[StagePeer]:
@@ -269,14 +351,43 @@ class Simulation:
 
     async def finish(self, *, within_s: float = 600.0) -> None:
         """Until every trainer is done; fails if a peer did."""
-        trainers = [node for node in self.nodes.values() if isinstance(node.peer, Trainer)]
-        async with asyncio.timeout(within_s):
-            await asyncio.gather(*(node.running for node in trainers if node.running is not None))
+        try:
+            async with asyncio.timeout(within_s):
+                while not self._all_done():
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"not finished within {within_s} s; {self.describe()}") from None
         await asyncio.sleep(2.0)  # the last record reaches everyone
         for node in self.nodes.values():
             assert node.running is not None
             if node.running.done():
                 node.running.result()
+
+    def _all_done(self) -> bool:
+        """Every trainer ended, and a trainer that ended saw the last step; a failed peer ends the wait too."""
+        for node in self.nodes.values():
+            if node.running is not None and node.running.done() and not node.running.cancelled() and node.running.exception():
+                return True
+        trainers = [n for n in self.nodes.values() if isinstance(n.peer, Trainer)]
+        return bool(trainers) and all(n.running is not None and n.running.done() for n in trainers)
+
+    def describe(self) -> str:
+        """What everyone does, for a failure message."""
+        lines = []
+        for node in self.nodes.values():
+            peer = node.peer
+            if isinstance(peer, StagePeer):
+                lines.append(f"{node.name}: {peer.membership.state} at {peer.member.num_commits}")
+            elif isinstance(peer, Trainer):
+                lines.append(f"{node.name}: at {peer.record.step + 1 if peer.record else None}, {len(peer._running)} in flight")
+            if self.coordinates(node):
+                lines.append(f"{node.name} coordinates, waiting for {peer.seat.coordinator.waiting_for}")  # type: ignore[union-attr]
+        return "; ".join(lines)
+
+    async def abandon(self) -> None:
+        """Drop everything without a word."""
+        for name in list(self.nodes):
+            await self.kill(name)
 
     async def close(self) -> None:
         for node in self.nodes.values():
@@ -298,3 +409,42 @@ class Simulation:
         """Loss of every committed step, from the trainer that saw most."""
         best = max((n.reports for n in self.nodes.values() if isinstance(n.peer, Trainer)), key=len)
         return [report.record.loss for report in best]
+
+
+_plain: dict[bytes, PlainResult] = {}
+
+
+def check(simulation: Simulation) -> None:
+    """Promises 1, 2 and 3 at the end of a run in fp64 without compression.
+
+    Raises:
+        AssertionError: saying which promise, and where.
+    """
+    config = simulation.config
+    key = config.to_bytes()
+    plain = _plain.get(key)
+    if plain is None:
+        plain = _plain[key] = one_process(config)
+    losses: dict[int, float] = {}
+    for step, record in simulation.commits.items():
+        if step >= 0:
+            tickets = [result.num_tickets for result in record.results]
+            assert tickets == [config.tickets_per_step] * config.num_stages, f"exactly_once: step {step}: {tickets}"
+            losses[step] = record.loss
+    assert sorted(losses) == list(range(config.total_steps)), f"steps committed: {sorted(losses)}"
+    for step, loss in losses.items():
+        expected = plain.losses[step]
+        assert abs(loss - expected) <= 1e-8 * abs(expected), f"same_as_one_process: step {step}: {loss} not {expected}"
+    for step, heads in simulation.heads.items():
+        assert len(heads) == 1, f"two heads for step {step}"
+    distance = float((simulation.parameters() - plain.parameters).norm() / plain.parameters.norm())
+    assert distance < 1e-8, f"same_as_one_process: parameters differ by {distance}"
+    for stage in range(config.num_stages):
+        states = {
+            (p.member.versions.newest.head, p.member.state_digest)
+            for p in simulation.stage_peers(stage)
+            if p.membership.serving and p.member.up_to_date and p.member.state_digest
+        }
+        assert len({digest for head, digest in states if head in simulation.heads[config.total_steps - 1]}) == 1, (
+            f"replicas_identical: stage {stage}: {states}"
+        )

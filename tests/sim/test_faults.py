@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from simulation import Simulation, one_process, small_config
+from simulation import Simulation, check, small_config
 
 from swarm.base.virtual_time import run_virtual
 
@@ -15,21 +15,6 @@ async def after_steps(simulation, steps, *, within_s=120.0):
     async with asyncio.timeout(within_s):
         while max((len(n.reports) for n in simulation.nodes.values()), default=0) < steps:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-def check(simulation, config):
-    plain = one_process(config)
-    assert simulation.records() == pytest.approx(plain.losses, rel=1e-8)
-    assert float((simulation.parameters() - plain.parameters).norm() / plain.parameters.norm()) < 1e-8
-    reports = max((n.reports for n in simulation.nodes.values()), key=len)
-    for report in reports:
-        assert report.json_line()["tickets"] == [config.tickets_per_step] * config.num_stages
-    for stage in range(config.num_stages):
-        states = {
-            (p.member.versions.newest.head, p.member.state_digest)
-            for p in simulation.stage_peers(stage) if p.membership.serving
-        }  # fmt: skip
-        assert len(states) == 1, f"replicas of stage {stage} differ: {states}"
 
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
@@ -44,7 +29,7 @@ def test_exactly_once_when_a_stage_peer_is_killed(victim, delay_steps):
         await asyncio.sleep(0.05)
         await simulation.kill(victim)
         await simulation.finish()
-        check(simulation, config)
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())
@@ -60,7 +45,7 @@ def test_a_newcomer_takes_state_and_serves():
         await simulation.kill("stage1.0")
         node = await simulation.add_stage_peer("stage1.2", 1)
         await simulation.finish()
-        check(simulation, config)
+        check(simulation)
         assert node.peer.membership.serving
         assert node.peer.micro_batches.phases["accumulated"] > 0, "the newcomer never served a micro-batch"
         await simulation.close()
@@ -79,7 +64,7 @@ def test_no_one_waits_forever_when_the_coordinator_is_killed():
         began = asyncio.get_running_loop().time()
         await simulation.finish()
         assert asyncio.get_running_loop().time() - began < 60
-        check(simulation, config)
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())
@@ -94,7 +79,7 @@ def test_exactly_once_when_a_trainer_is_killed():
         await after_steps(simulation, 2)
         await simulation.kill("trainer0")
         await simulation.finish()
-        check(simulation, config)
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())
@@ -111,7 +96,7 @@ def test_a_restart_with_the_same_identity_takes_its_place_again():
         await asyncio.sleep(0.02)
         node = await simulation.add_stage_peer("stage1.0", 1)
         await simulation.finish()
-        check(simulation, config)
+        check(simulation)
         assert node.peer.membership.serving
         await simulation.close()
 
@@ -126,7 +111,7 @@ def test_exactly_once_on_a_lossy_network(seed):
         simulation = Simulation(config, seed=seed, drop=0.01, drop_reply=0.01, duplicate=0.02, jitter_s=0.01)
         await simulation.start(peers_per_stage=2, trainers=2)
         await simulation.finish(within_s=1200)
-        check(simulation, config)
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())
@@ -143,7 +128,7 @@ def test_activations_are_recomputed_when_memory_is_short():
             await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=12 * (4 * 6 * 8 + 4 * 8))
         await simulation.add_trainer("trainer0")
         await simulation.finish()
-        check(simulation, config)
+        check(simulation)
         assert simulation.stage_peers(0)[0].micro_batches.recomputed > 0
         await simulation.close()
 

@@ -62,11 +62,13 @@ def test_epochs_and_seeds_differ() -> None:
 def test_the_micro_batch_size_does_not_change_the_order() -> None:
     small = RunConfig(micro_batch_size=2, target_batch_size=12)
     large = RunConfig(micro_batch_size=6, target_batch_size=12)
-    flat = [
-        [int(i) for step in range(4) for index in range(c.tickets_per_step) for i in sample_indices(Ticket(step, index), c, 17)]
-        for c in (small, large)
-    ]
-    assert flat[0] == flat[1]
+
+
+    def flat(config: RunConfig) -> list[int]:
+        tickets = [Ticket(step, index) for step in range(4) for index in range(config.tickets_per_step)]
+        return [sample for ticket in tickets for sample in sample_indices(ticket, config, 17).tolist()]
+
+    assert flat(small) == flat(large)
 
 
 def test_the_order_is_pinned() -> None:

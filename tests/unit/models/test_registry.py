@@ -21,7 +21,7 @@ MLP = "tests.unit.models.mlp_classifier"
 def losses_of(config: RunConfig, factory: StageFactory, feed: Feed, num_steps: int) -> list[float]:
     """Plain loop over the stages: AdamW with a constant learning rate, a whole step at a time."""
     stages = [factory.build(stage) for stage in range(factory.num_stages)]
-    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=config.learning_rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=config.learning_rate)
     losses = []
     for step in range(num_steps):
         total, tokens = 0.0, 0

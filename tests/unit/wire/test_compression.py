@@ -167,6 +167,19 @@ def test_require_finite_names_what_is_not(dtype: torch.dtype, bad: float) -> Non
     assert issubclass(NonFinite, RemoteError)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_cpu_and_gpu_decode_alike(dtype: torch.dtype) -> None:
+    tensor = make((3, 5, 1001), dtype)
+    tensor[0] = 0
+    for codec in CODECS.values():
+        for source in (tensor, tensor.cuda()):
+            spec, buffer = encode_tensor("x", source, codec, "grad")
+            here, there = decode_tensor(spec, bytes(buffer)), decode_tensor(spec, bytes(buffer), "cuda")
+            assert torch.equal(here, there.cpu()), (codec, source.device)
+            assert not here[0].any()
+
+
 def test_require_finite_accepts_empty_and_integer_tensors() -> None:
     require_finite(torch.empty(0), "nothing")
     require_finite(torch.tensor([2**62]), "ids")

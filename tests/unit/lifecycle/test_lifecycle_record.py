@@ -1,0 +1,137 @@
+"""The decision that ends a step: promise 1 is checked before it, and its numbers are those of one PyTorch process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from swarm.base.config import RunConfig
+from swarm.base.errors import InternalError
+from swarm.base.ids import Ballot
+from swarm.lifecycle.record import clip_coefficient, decide, genesis_head, genesis_record, head_of
+from swarm.wire.messages import CommitRecord, Member, StageResult, Term
+
+RUN = "1" * 64
+CONFIG = RunConfig(num_stages=2, micro_batch_size=1, target_batch_size=4, max_grad_norm=1.0)
+BALLOT = Ballot(3, "a" * 40)
+MEMBERS = ((Member(peer="a" * 40, incarnation="b" * 16, host="h", port=1),),) * 2
+GENESIS = genesis_record(RUN, BALLOT, MEMBERS)
+
+
+def result(digit: str = "d", **changes: object) -> StageResult:
+    values: dict[str, object] = {
+        "attempt": Term(), "average_digest": digit * 64, "sum_squares": 1.0, "num_tickets": 4, "tokens": 10, "loss_sum": 0.0,
+    }  # fmt: skip
+    return StageResult(**{**values, **changes})
+
+
+def decided(*results: StageResult, config: RunConfig = CONFIG, previous: CommitRecord = GENESIS, **changes: object) -> CommitRecord:
+    values: dict[str, object] = {"ballot": BALLOT, "members": MEMBERS, "learning_rate": 0.1}
+    return decide(config, previous, results, **{**values, **changes})  # type: ignore[arg-type]
+
+
+HEAD_ARGUMENTS = ("1" * 64, 5, ("a" * 64, "b" * 64), 0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("position", "other"),
+    [
+        (0, "2" * 64), (1, 6), (2, ("a" * 64, "c" * 64)), (2, ("b" * 64, "a" * 64)), (2, ("a" * 64,)),
+        (3, math.nextafter(0.5, 1)), (4, True),
+    ],
+)  # fmt: skip
+def test_a_head_depends_on_every_input(position: int, other: object) -> None:
+    changed = list(HEAD_ARGUMENTS)
+    changed[position] = other
+    assert head_of(*HEAD_ARGUMENTS) == head_of(*HEAD_ARGUMENTS)
+    assert head_of(*changed) != head_of(*HEAD_ARGUMENTS)
+    assert len(head_of(*HEAD_ARGUMENTS)) == 64
+
+
+def test_the_genesis_head_depends_on_the_run() -> None:
+    assert genesis_head("1" * 64) != genesis_head("2" * 64)
+    assert (GENESIS.step, GENESIS.head, GENESIS.results) == (-1, genesis_head(RUN), ())
+
+
+def test_a_record_follows_the_one_before() -> None:
+    first = decided(result("d"), result("e", loss_sum=25.0))
+    second = decided(result("d"), result("e"), previous=first)
+    assert (first.step, first.previous_head, first.tokens, first.loss) == (0, GENESIS.head, 10, 2.5)
+    assert (second.step, second.previous_head) == (1, first.head)
+    assert second.head != first.head
+
+
+def test_the_head_names_the_model_and_not_who_decided() -> None:
+    """Two coordinators that decide on the same averages name the same version."""
+    one = decided(result("d"), result("e"))
+    other = decided(result("d"), result("e"), ballot=Ballot(9, "f" * 40), members=((), ()), reopened=4)
+    assert one.head == other.head
+    assert decided(result("d"), result("f")).head != one.head
+
+
+@pytest.mark.parametrize("num_tickets", [0, 3, 5])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_exactly_once_no_step_is_decided_on_another_number_of_tickets(stage: int, num_tickets: int) -> None:
+    results = [result("d"), result("e")]
+    results[stage] = result("d", num_tickets=num_tickets)
+    with pytest.raises(InternalError, match=f"stage {stage}: {num_tickets} tickets instead of 4"):
+        decided(*results)
+
+
+def test_exactly_once_no_step_is_decided_if_stages_disagree_on_tokens() -> None:
+    with pytest.raises(InternalError, match=r"disagree on tokens: \[10, 11\]"):
+        decided(result(), result(tokens=11))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 0.01, 0.999, 1.0, 1.001, 7.0, 1e6])
+@pytest.mark.parametrize("max_grad_norm", [0.25, 1.0])
+def test_clipping_equals_clip_grad_norm_of_the_whole_model(scale: float, max_grad_norm: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (5, 11)]
+    tokens = 10
+    whole = torch.cat(parts)
+    parts = [part / whole.norm() * scale * tokens for part in parts]  # the mean gradient's norm is `scale`
+    parameters = [torch.nn.Parameter(torch.zeros_like(part)) for part in parts]
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part / tokens
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    record = decided(
+        *(result(digit, sum_squares=float(part.square().sum())) for digit, part in zip("de", parts, strict=True)),
+        config=CONFIG.model_copy(update={"max_grad_norm": max_grad_norm}),
+    )
+    assert record.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    assert record.clip_coefficient <= 1.0
+    assert not record.skipped
+    for parameter, part in zip(parameters, parts, strict=True):
+        torch.testing.assert_close(part / tokens * record.clip_coefficient, parameter.grad, rtol=1e-12, atol=0.0)
+
+
+def test_a_small_gradient_is_not_touched() -> None:
+    assert clip_coefficient(0.0, 1.0) == 1.0
+    assert clip_coefficient(0.5, 1.0) == 1.0
+    assert clip_coefficient(2.0, 1.0) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_step_is_skipped_on_overflow() -> None:
+    clean = decided(result("d"), result("e"))
+    record = decided(result("d"), result("e", num_overflow=1))
+    assert (record.skipped, record.clip_coefficient, clean.skipped) == (True, 1.0, False)
+    assert record.head != clean.head
+
+
+def test_stages_may_disagree_on_tokens_of_a_skipped_step() -> None:
+    """The ticket that overflowed at one stage only is not in that stage's count."""
+    assert decided(result("d", tokens=7, num_overflow=1), result("e", tokens=10)).skipped
+
+
+def test_a_step_without_tokens_is_skipped_and_divides_by_nothing() -> None:
+    record = decided(result("d", tokens=0, sum_squares=0.0), result("e", tokens=0, sum_squares=0.0))
+    assert (record.skipped, record.grad_norm, record.loss) == (True, 0.0, 0.0)
+
+
+def test_a_step_whose_norm_is_not_finite_is_skipped() -> None:
+    """Each stage's sum of squares is finite, their sum is not."""
+    record = decided(result("d", sum_squares=1.7e308), result("e", sum_squares=1.7e308))
+    assert (record.skipped, record.clip_coefficient) == (True, 1.0)

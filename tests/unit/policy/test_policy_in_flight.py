@@ -1,0 +1,74 @@
+"""The number of micro-batches in flight finds the knee of the throughput curve and stays there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarm.policy.in_flight import InFlightControl
+
+LATENCY_S = 2.0
+
+
+def simulate(control: InFlightControl, *, knee: int, num: int, jitter: float = 0.0, start: float = 0.0) -> list[int]:
+    """Micro-batches come back at rate `min(limit, knee) / latency`; returns the limit after each."""
+    rng = random.Random(1)
+    now = start
+    limits = []
+    for _ in range(num):
+        now += LATENCY_S / min(control.limit, knee) * rng.uniform(1 - jitter, 1 + jitter)
+        limits.append(control.completed(now))
+    return limits
+
+
+@pytest.mark.parametrize("first", [1, 4, 200])
+@pytest.mark.parametrize("knee", [5, 16, 40])
+def test_the_knee_is_found_and_kept(first: int, knee: int) -> None:
+    limits = simulate(InFlightControl(limit=first), knee=knee, num=20_000)[-4000:]
+    assert min(limits) >= 0.6 * knee, "throughput is given away"
+    assert max(limits) <= 1.6 * knee + 2, "micro-batches queue for nothing"
+
+
+def test_noise_does_not_make_it_run_away() -> None:
+    limits = simulate(InFlightControl(limit=4), knee=12, num=50_000, jitter=0.3)[-30_000:]
+    assert max(limits) <= 40
+    assert sum(limits) / len(limits) == pytest.approx(12, abs=8)
+
+
+def test_it_follows_a_swarm_that_grows_and_shrinks() -> None:
+    control = InFlightControl(limit=4)
+    simulate(control, knee=8, num=5000)
+    grown = simulate(control, knee=32, num=20_000, start=1e5)[-2000:]
+    assert min(grown) >= 18
+    shrunk = simulate(control, knee=8, num=20_000, start=1e6)[-2000:]
+    assert max(shrunk) <= 16
+
+
+def test_the_bounds_hold() -> None:
+    assert max(simulate(InFlightControl(limit=4, highest=10), knee=1000, num=5000)) == 10
+    low = simulate(InFlightControl(limit=6, lowest=3), knee=1, num=5000)
+    assert min(low) == 3
+
+
+def test_nothing_changes_before_a_window_is_full() -> None:
+    control = InFlightControl(limit=4)
+    assert set(simulate(control, knee=100, num=16)) == {4}
+    assert control.completed(1e6) != 4
+
+
+def test_a_burst_at_one_instant_is_no_infinite_rate() -> None:
+    control = InFlightControl(limit=4)
+    assert [control.completed(5.0) for _ in range(200)] == [4] * 200
+
+
+def test_every_change_has_a_reason() -> None:
+    control = InFlightControl(limit=4)
+    now, before, reasons = 0.0, 4, set()
+    for _ in range(5000):
+        now += LATENCY_S / min(control.limit, 12)
+        after = control.completed(now)
+        if after != before:
+            reasons.add(control.reason.rsplit(" ", 1)[-1])
+        before = after
+    assert {"window", "on", "back"} <= reasons

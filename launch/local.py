@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--port", metavar="PORT", type=port_number, default=0,
                        help="port of the backbone, for TCP and UDP; 0 picks a free one")
     group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
-                       help="logs, identities and checkpoints; naming the directory of an earlier run resumes it "
+                       help="logs, identities and checkpoints; a directory belongs to one run "
                        "(default: runs/<UTC time>-<name>)")
     group.add_argument("--metrics", metavar="FILE", type=local_path, default=None,
                        help="append one JSON line per committed step to this file")

@@ -275,8 +275,8 @@ class _Fp64(TorchFunctionMode):
     """Makes every cast to fp32 in the model's code (norms, softmax, rotary angles) a cast to fp64.
 
     fp64 exists to make a difference unmistakable. With the casts to fp32, another order of summation tips roundings:
-    after 20 steps of llama-tiny, micro-batches of 8 and of 64 differ by 4e-10 in the loss, without them by 3e-16; and
-    the gradients of a CPU and a GPU differ by 4e-8 of their norm.
+    after 20 steps of llama-tiny, micro-batches of 8 and of 64 differ by 4e-10 in the loss, without them by 3e-16; the
+    gradients of a CPU and a GPU (H100) differ by 4e-8 of their norm, without them by 3e-15.
     """
 
     _CASTS = (torch.Tensor.to, F.softmax, torch.softmax, torch.Tensor.softmax)

@@ -22,7 +22,12 @@ class Started:
 
     def __init__(self, log_dir: Path, preload: str = "stand_ins:nothing") -> None:
         self.reports: list[tuple[str, dict[str, Any]]] = []
-        self.children = Children(log_dir, lambda name, report: self.reports.append((name, report)), preload=preload)
+        self._reported = asyncio.Event()
+        self.children = Children(log_dir, self._note, preload=preload)
+
+    def _note(self, name: str, report: dict[str, Any]) -> None:
+        self.reports.append((name, report))
+        self._reported.set()
 
     async def __aenter__(self) -> Started:
         await self.children.start()
@@ -37,7 +42,8 @@ class Started:
     async def serving(self, name: str) -> None:
         async with asyncio.timeout(5.0):
             while not any(who == name and report["event"] == "serving" for who, report in self.reports):
-                await asyncio.sleep(0.01)
+                self._reported.clear()
+                await self._reported.wait()
 
 
 def test_a_child_runs_reports_and_logs(tmp_path: Path) -> None:
@@ -48,7 +54,7 @@ def test_a_child_runs_reports_and_logs(tmp_path: Path) -> None:
             await started.serving("one")
             assert started.reports == [("one", {"event": "serving", "argv": ["--x", "1"]})]
             assert child.last_words() == ["obedient child --x 1"]
-            assert Path(f"/proc/{child.pid}/cmdline").read_text().startswith("stand_in one --x 1")
+            assert pids_of("^stand_in one --x 1") == [child.pid]
         assert child.ended.result() == -signal.SIGTERM
         assert not alive(child.pid)
 

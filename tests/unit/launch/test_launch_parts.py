@@ -1,0 +1,129 @@
+"""Small promises of the launchers: sizes, the choice of a stage, locks, addresses, the metrics file, signals."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.arguments import size_bytes
+from launch.composing import _reachable_host, claim_directory
+from launch.metrics import MetricsFile
+from launch.runner import run_peer
+from launch.stage_choice import fewest
+from swarm.base.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 4 * 2**30), ("1.5 MiB", 3 * 2**19), ("500MB", 500 * 10**6), ("2g", 2 * 10**9), ("123", 123), ("7B", 7)],
+)
+def test_sizes_have_units(text: str, num_bytes: int) -> None:
+    assert size_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XiB", "1ii", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        size_bytes(text)
+
+
+def test_auto_takes_the_stage_with_the_fewest_peers_and_spreads_ties() -> None:
+    assert fewest([3, 1, 2], random.Random(0)) == 1
+    assert {fewest([2, 1, 1], random.Random(seed)) for seed in range(20)} == {1, 2}
+
+
+def test_two_processes_never_share_a_state_directory(tmp_path: Path) -> None:
+    claim_directory(tmp_path / "state")
+    with pytest.raises(ConfigError, match="in use"):  # flock tells descriptors apart, not processes
+        claim_directory(tmp_path / "state")
+    assert list((tmp_path / "state").iterdir()) == [], "the lock leaves no file"
+
+
+@pytest.mark.parametrize(
+    ("host", "seen", "expected"),
+    [("10.1.2.3", "9.9.9.9", "10.1.2.3"), ("0.0.0.0", "9.9.9.9", "9.9.9.9"), ("127.0.0.1", "", "127.0.0.1")],
+)
+def test_a_peer_is_announced_where_others_reach_it(host: str, seen: str, expected: str) -> None:
+    assert _reachable_host(host, seen) == expected
+
+
+def test_a_peer_behind_a_wildcard_that_was_seen_on_loopback_announces_its_way_out() -> None:
+    assert _reachable_host("0.0.0.0", "127.0.0.1") not in ("0.0.0.0", "")
+
+
+def test_metrics_are_appended_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n')
+    metrics = MetricsFile(path)
+    metrics.append({"step": 1})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1], "a line waits in a buffer"
+    metrics.close()
+
+
+def test_a_metrics_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing/m\.jsonl"):
+        MetricsFile(tmp_path / "missing" / "m.jsonl")
+
+
+class StandInPeer:
+    """Runs until stopped, and signals its own process once it runs."""
+
+    def __init__(self, number: signal.Signals | None, *, at_start: bool = False) -> None:
+        self._number = number
+        self._at_start = at_start
+        self._stopped = asyncio.Event()
+        self.calls: list[str] = []
+
+    async def start(self) -> None:
+        self.calls.append("start")
+        if self._at_start and self._number is not None:
+            os.kill(os.getpid(), self._number)
+            await asyncio.Event().wait()
+
+    async def run(self) -> None:
+        self.calls.append("run")
+        if self._number is not None:
+            os.kill(os.getpid(), self._number)
+            await self._stopped.wait()
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+        self._stopped.set()
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.mark.parametrize(
+    ("number", "serves", "code"),
+    [(None, False, 0), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 0),
+     (signal.SIGINT, True, 130)],
+)  # fmt: skip
+def test_the_first_signal_stops_a_peer_in_order(number: signal.Signals | None, serves: bool, code: int) -> None:
+    peers: list[StandInPeer] = []
+
+    async def build():
+        peers.append(StandInPeer(number))
+        return peers[0], lambda: peers[0].calls.append("ready")
+
+    assert run_peer(build, serves_until_stopped=serves) == code
+    stop = ["stop"] if number else []
+    assert peers[0].calls == ["start", "ready", "run", *stop, "close"]
+
+
+def test_a_signal_during_the_start_gives_it_up_and_closes() -> None:
+    peers: list[StandInPeer] = []
+
+    async def build():
+        peers.append(StandInPeer(signal.SIGINT, at_start=True))
+        return peers[0], lambda: peers[0].calls.append("ready")
+
+    assert run_peer(build, serves_until_stopped=True) == 130
+    assert peers[0].calls == ["start", "close"]

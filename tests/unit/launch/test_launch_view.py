@@ -1,0 +1,64 @@
+"""What people see: plain lines for pipes, a table for terminals, JSON for machines."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.local_swarm import newest_checkpoint
+from launch.logs import Announcer
+from launch.view import Picture, PlainView, Row, draw
+
+LINE = {
+    "step": 12, "head": "ab" * 32, "loss": 2.91, "tokens": 4096, "tokens_per_s": 8123.4, "seconds": 0.5, "grad_norm": 1.0,
+    "lr": 3e-3, "peers": [2, 1], "retries": 0, "skipped": False, "tickets": [8, 8],
+}  # fmt: skip
+
+
+def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    PlainView(Picture("t", 60), Announcer("launch_local", "text", quiet=False)).step(LINE)
+    out = capsys.readouterr().out
+    assert out.startswith("step 12/60 loss 2.9100 tokens/s 8123 ")
+    assert "peers 2+1" in out
+
+
+def test_json_lines_carry_the_values(capsys: pytest.CaptureFixture[str]) -> None:
+    PlainView(Picture("t", 60), Announcer("launch_local", "json", quiet=False)).step(LINE)
+    assert json.loads(capsys.readouterr().out).items() >= LINE.items()
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlainView(Picture("t", 60), Announcer("launch_local", "text", quiet=True))
+    view.step(LINE)
+    view.event("something")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_live_picture_shows_processes_and_progress() -> None:
+    picture = Picture("a run", 60, step=LINE, evaluation=(10, 3.1))
+    picture.rows["stage-0-0"] = Row("launch_stage", 0, 123, "serving", "127.0.0.1:4000", 12, 3)
+    picture.rows["stage-0-1"] = Row("launch_stage", 0, 124, "ended (killed by SIGKILL)")
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(draw(picture))
+    text = console.export_text()
+    for expected in ("stage-0-0", "127.0.0.1:4000", "killed by SIGKILL", "step 12/60", "loss 2.9100", "eval loss 3.1000"):
+        assert expected in text
+
+
+def test_a_checkpoint_counts_when_every_stage_has_it(tmp_path: Path) -> None:
+    def write(peer: str, stage: int, step: int) -> None:
+        directory = tmp_path / peer / "checkpoints" / f"stage-{stage}" / f"step-{step:08d}"
+        directory.mkdir(parents=True)
+        (directory / "checkpoint.json").write_text("{}")
+
+    assert newest_checkpoint(tmp_path, 2) is None
+    write("stage-0-0", 0, 20)
+    write("stage-1-0", 1, 20)
+    write("stage-0-0", 0, 40)
+    assert newest_checkpoint(tmp_path, 2) == 20
+    write("stage-1-1", 1, 40)
+    assert newest_checkpoint(tmp_path, 2) == 40

@@ -64,7 +64,7 @@ class RunConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
-    precision: Literal["fp64", "fp32", "bf16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
     seed: int = Field(0, ge=0, lt=2**63, description="seeds initial values, data order and dropout")
     delay_steps: int = Field(0, ge=0, le=1, description="1 overlaps averaging with the next step")
@@ -77,7 +77,9 @@ class RunConfig(BaseModel):
     checkpoint_every: int = Field(20, ge=0, description="steps between checkpoints; 0 writes the last step only")
     checkpoint_copies: int = Field(2, ge=1, description="peers of a stage that write each checkpoint")
     checkpoint_keep: int = Field(2, ge=1, description="checkpoints kept per peer")
-    min_peers_per_stage: int = Field(1, ge=1, description="peers of every stage needed to start the run")
+    min_peers_per_stage: int = Field(
+        1, ge=1, description="peers of every stage needed to start; above 1 also to go on, with a majority of the last members"
+    )
     timing: Timing = Field(Timing(), description="deadlines")
 
     @model_validator(mode="after")

@@ -34,22 +34,26 @@ class ClaimBook:
         self.struck: dict[Key, Member] = {}
         self._holder: dict[int, Key] = {}
         self._ledgered: set[int] = set()
+        self._overflowed: dict[int, set[Key]] = {}
 
     def load(self, seals: Iterable[Seal]) -> None:
         """Take over the ledgers that a collection returned; unused claims from before are void.
 
-        A ticket that two ledgers hold would be counted twice, so the later member is struck.
+        A ticket that two ledgers hold would be counted twice, so the later member is struck. An overflow is no holding:
+        another member may claim the ticket, to say whether the numbers or the first member are to blame.
         """
         self._holder.clear()
         self._ledgered.clear()
+        self._overflowed.clear()
         for seal in seals:
-            indexes = (*seal.ledger, *seal.overflow)
-            if any(index in self._ledgered for index in indexes):
+            if any(index in self._ledgered for index in seal.ledger):
                 self.struck[seal.member.key] = seal.member
                 continue
-            for index in indexes:
+            for index in seal.ledger:
                 self._holder[index] = seal.member.key
                 self._ledgered.add(index)
+            for index in seal.overflow:
+                self._overflowed.setdefault(index, set()).add(seal.member.key)
 
     def ask(self, member: Member, index: int) -> Answer:
         """One member asks for one ticket."""
@@ -57,6 +61,8 @@ class ClaimBook:
             return Answer("denied", "not a member of this stage in this step")
         if member.key in self.struck:
             return Answer("denied", "struck for this step")
+        if member.key in self._overflowed.get(index, ()):
+            return Answer("denied", "overflowed at this member before")
         holder = self._holder.get(index)
         if holder is None:
             self._holder[index] = member.key

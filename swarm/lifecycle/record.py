@@ -26,8 +26,21 @@ def genesis_head(run: RunId) -> Head:
     return hashlib.sha256(b"genesis\0" + run.encode()).hexdigest()
 
 
-def genesis_record(run: RunId, ballot: Ballot, members: Members) -> CommitRecord:
-    return CommitRecord(run=run, step=-1, head=genesis_head(run), ballot=ballot, members=members)
+#: Of fp16: the first loss scale, and the steps without overflow after which it doubles.
+FIRST_LOSS_SCALE = 2.0**14
+SCALE_GROWTH_STEPS = 200
+
+
+def genesis_record(config: RunConfig, run: RunId, ballot: Ballot, members: Members) -> CommitRecord:
+    scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
+    return CommitRecord(
+        run=run, step=-1, head=genesis_head(run), ballot=ballot, members=members, loss_scale=scale
+    )
+
+
+def restoring_record(record: CommitRecord, *, era: int, ballot: Ballot, members: Members) -> CommitRecord:
+    """Sets the run back to `record.head`: the same version, in the next era, with those who hold it as members."""
+    return record.model_copy(update={"era": era, "ballot": ballot, "members": members})
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
@@ -58,12 +71,17 @@ def decide(
                 f"step {step}, stage {stage}: {result.num_tickets} tickets instead of {config.tickets_per_step}"
             )
     overflow = any(result.num_overflow for result in results)
-    tokens = results[0].tokens
+    tokens = results[-1].tokens
     if not overflow and any(result.tokens != tokens for result in results):
         raise InternalError(f"step {step}: stages disagree on tokens: {[result.tokens for result in results]}")
     norm = math.sqrt(math.fsum(result.sum_squares for result in results)) / tokens if tokens else 0.0
     skipped = overflow or tokens == 0 or not math.isfinite(norm)
     coefficient = 1.0 if skipped else clip_coefficient(norm, config.max_grad_norm)
+    scale, age = previous.loss_scale, previous.scale_age + 1
+    if config.precision == "fp16" and overflow:
+        scale, age = max(1.0, scale / 2), 0
+    elif config.precision == "fp16" and age >= SCALE_GROWTH_STEPS:
+        scale, age = min(2.0**24, scale * 2), 0
     digests = [result.average_digest for result in results]
     return CommitRecord(
         run=previous.run,
@@ -79,5 +97,8 @@ def decide(
         clip_coefficient=coefficient,
         learning_rate=learning_rate,
         skipped=skipped,
+        era=previous.era,
+        loss_scale=scale,
+        scale_age=age if config.precision == "fp16" else 0,
         reopened=reopened,
     )

@@ -29,6 +29,8 @@ class TicketPool:
         self._free: dict[int, None] = dict.fromkeys(range(num_tickets))
         self._leased: dict[int, _Lease] = {}
         self._done: set[int] = set()
+        #: Peers that should not be asked for a ticket again if others can be.
+        self.avoid: dict[int, frozenset[str]] = {}
 
     def lease(self, trainer: Key, want: int, *, now: float, lease_s: float) -> list[int]:
         """Hand out up to `want` free tickets, lowest index first."""

@@ -9,24 +9,29 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import random
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kademlia.node import Node
 from kademlia.protocol import KademliaProtocol
-from kademlia.utils import digest
 
 from swarm.base.errors import InternalError
 from swarm.net import kademlia_wire as wire
-from swarm.net.kademlia_routing import Contact, LiveRoutingTable, plausible_for
+from swarm.net.kademlia_answers import LONG_ANSWERS, NUM_ARGUMENTS, Answers
+from swarm.net.kademlia_routing import Contact, LiveRoutingTable
+from swarm.net.known_addresses import PROOF_BYTES, AddressTokens, KnownAddresses, is_proven, prove
 from swarm.net.record_storage import RecordStorage
 from swarm.wire.records import SignedRecord
 
 #: Senders that are being asked whether they are who they say; more wait for their next request.
 _MAX_PROBES = 256
+#: Once for a token, once for a proof.
+_MAX_RENEWALS = 2
 #: Datagrams are dropped, as a network would, while the socket's backlog is over this.
 _MAX_BACKLOG_BYTES = 1 << 20
 
@@ -54,11 +59,15 @@ ReplyFuture = asyncio.Future[Reply | None]
 class _Call:
     node: Node
     name: str
-    datagram: bytes
+    args: tuple[Any, ...]
     future: ReplyFuture
     started_at: float
-    transmissions: int = 0
+    max_transmissions: int
+    content: bytes = b""
+    sent_at: list[float] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
+    #: Times that it was asked anew, with another token or for a proof.
+    renewals: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +76,10 @@ class RpcTiming:
 
     #: Seconds until a request fails.
     timeout_s: float = 1.0
-    #: Times that it is sent, evenly spread over `timeout_s`.
-    transmissions: int = 3
+    #: Times that it is sent at most, at growing intervals that begin with what the round trips measured so far suggest.
+    transmissions: int = 5
+    #: No datagram is taken for lost before so many seconds.
+    least_wait_s: float = 0.05
     #: A contact is dropped after so many failed requests in a row.
     max_misses: int = 3
 
@@ -80,7 +91,9 @@ class RecordProtocol(KademliaProtocol):
         source_node: this node.
         storage: records to serve and to fill.
         ksize: contacts in a bucket and in a reply.
+        private_key: proves that this node's id is its own.
         timing: deadlines.
+        rng: chooses samples.
         counters: what happened, by name.
         on_contact: called with every contact that is new or has moved.
     """
@@ -95,21 +108,24 @@ class RecordProtocol(KademliaProtocol):
         storage: RecordStorage,
         ksize: int,
         *,
+        private_key: Ed25519PrivateKey,
         timing: RpcTiming,
+        rng: random.Random,
         counters: Counter[str],
         on_contact: Callable[[Contact], None],
     ) -> None:
         super().__init__(source_node, storage, ksize)
         self._loop = asyncio.get_running_loop()
         self.router = LiveRoutingTable(self, ksize, source_node, now=self._loop.time, max_misses=timing.max_misses)
+        self._private_key = private_key
         self._timing = timing
+        self.known = KnownAddresses(least_s=timing.least_wait_s, most_s=timing.timeout_s / 3)
+        self._tokens = AddressTokens(os.urandom(32), self._loop.time)
         self._counters = counters
         self._on_contact = on_contact
         self._probes: set[tuple[bytes, str, int]] = set()
-        self._handlers: dict[str, Callable[..., Any]] = {
-            "ping": self.rpc_ping, "find_node": self.rpc_find_node,
-            "find_value": self.rpc_find_value, "store": self.rpc_store,
-        }
+        answers = Answers(self.router, storage, now=self._loop.time, rng=rng, counters=counters)
+        self._handlers = answers.handlers()
         self._is_v6 = False
         self._reaches_v4 = True
         self._closed = False
@@ -145,32 +161,63 @@ class RecordProtocol(KademliaProtocol):
 
     # Asking
 
-    def request(self, node: Node, name: str, *args: Any) -> ReplyFuture:
+    def request(self, node: Node, name: str, *args: Any, max_transmissions: int | None = None) -> ReplyFuture:
         """Ask `node`; the future never raises, and cancelling it forgets the request."""
-        message_id = os.urandom(20)
-        datagram = wire.pack_datagram(b"\x00", message_id, [name, [self.source_node.id, *args]])
         future: ReplyFuture = self._loop.create_future()
         if self._closed:
             future.set_result(None)
             return future
-        self._outstanding[message_id] = _Call(node, name, datagram, future, self._loop.time())
-        future.add_done_callback(lambda _: self._forget(message_id))
+        call_id = os.urandom(wire.CALL_ID_BYTES)
+        call = _Call(
+            node, name, args, future, self._loop.time(), max_transmissions or self._timing.transmissions
+        )
+        self._outstanding[call_id] = call
+        future.add_done_callback(lambda _: self._forget(call_id))
         self._counters[f"asked_{name}"] += 1
-        self._transmit(message_id)
+        self._write(call)
+        self._transmit(call_id)
         return future
 
-    def _transmit(self, message_id: bytes) -> None:
-        call = self._outstanding[message_id]
-        if call.transmissions == self._timing.transmissions:
-            self._timeout(message_id)
-            return
-        if call.transmissions:
-            self._counters["retransmissions"] += 1
-        call.transmissions += 1
-        call.timer = self._loop.call_later(
-            self._timing.timeout_s / self._timing.transmissions, self._transmit, message_id
+    def lost_after_s(self, node: Node) -> float:
+        """Seconds after which a datagram to `node` is more likely lost than slow."""
+        return self.known.lost_after_s((node.ip, node.port))
+
+    def _write(self, call: _Call) -> None:
+        """A proof is asked for until one was seen from this id at this address."""
+        known = self.known.of((call.node.ip, call.node.port))
+        wants_proof = not known.node_id or call.node.id not in (b"", known.node_id)
+        pad_to = wire.LONG_REQUEST_BYTES if call.name in LONG_ANSWERS else wire.SHORT_REQUEST_BYTES
+        call.content = wire.pack_request(
+            call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to
         )
-        self._send(call.datagram, (call.node.ip, call.node.port))
+
+    def _transmit(self, call_id: bytes) -> None:
+        call = self._outstanding[call_id]
+        now, attempt = self._loop.time(), len(call.sent_at)
+        if attempt:
+            self._counters["retransmissions"] += 1
+        call.sent_at.append(now)
+        fails_at = call.started_at + self._timing.timeout_s
+        again_at = now + self.lost_after_s(call.node) * 2**attempt
+        if attempt + 1 >= call.max_transmissions or again_at >= fails_at:
+            call.timer = self._loop.call_at(fails_at, self._timeout, call_id)
+        else:
+            call.timer = self._loop.call_at(again_at, self._transmit, call_id)
+        datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
+        self._send(datagram, (call.node.ip, call.node.port))
+
+    def _renew(self, call_id: bytes, call: _Call) -> None:
+        """Ask again at once, with what was learned of the address; a node that is never content gets no answer."""
+        call.renewals += 1
+        if call.renewals > _MAX_RENEWALS:
+            self._finish(call_id, call, None)
+            return
+        if call.timer is not None:
+            call.timer.cancel()
+        self._counters["renewed_requests"] += 1
+        call.max_transmissions += 1
+        self._write(call)
+        self._transmit(call_id)
 
     def _timeout(self, msg_id: bytes) -> None:
         call = self._outstanding[msg_id]
@@ -195,24 +242,48 @@ class RecordProtocol(KademliaProtocol):
         if call is not None and call.timer is not None:
             call.timer.cancel()
 
-    def _accept_response(self, msg_id: bytes, data: Any, address: tuple[str, int]) -> None:
-        call = self._outstanding.get(msg_id)
-        if call is None:
+    def _accept_answer(self, kind: bytes, message_id: bytes, content: bytes) -> None:
+        call_id, attempt = message_id[: wire.CALL_ID_BYTES], message_id[-1]
+        call = self._outstanding.get(call_id)
+        if call is None or attempt >= len(call.sent_at):
             self._counters["late_replies"] += 1
             return
-        if type(data) is not list or len(data) != 2:
-            raise wire.Malformed("malformed_reply")
-        node_id = wire.node_id(data[0])
+        proof = b""
+        if kind == wire.PROVEN_REPLY:
+            content, proof = content[:-PROOF_BYTES], content[-PROOF_BYTES:]
+        answer = wire.unpack_answer(content)
+        home = (call.node.ip, call.node.port)
+        known = self.known.of(home)
+        known.token = answer.token
+        self.known.observe(home, self._loop.time() - call.sent_at[attempt])
+        if answer.body is None:
+            self._renew(call_id, call)
+            return
+        if known.node_id != answer.node_id:
+            known.node_id = b""
+            if not proof:
+                self._renew(call_id, call)
+                return
+            if not is_proven(proof, answer.node_id, message_id, self.source_node.id, content):
+                self._counters["refused_unproven_id"] += 1
+                self._finish(call_id, call, None)
+                return
+            self._counters["proven_ids"] += 1
+            known.node_id = answer.node_id
+        self._accept_proven(call_id, call, answer)
+
+    def _accept_proven(self, call_id: bytes, call: _Call, answer: wire.Answer) -> None:
+        """The owner of `answer.node_id` lives at the address that was asked."""
         ip, port = call.node.ip, call.node.port
-        expected = not call.node.id or call.node.id == node_id
-        if not expected and (known := self.router.contact(call.node.id)) is not None and known.same_home_as(call.node):
-            self.router.remove_contact(known)  # another node lives at its address now
+        expected = call.node.id in (b"", answer.node_id)
+        if not expected and (old := self.router.contact(call.node.id)) is not None and old.same_home_as(call.node):
+            self.router.remove_contact(old)  # another node lives at its address now
             self._counters["dropped_contacts"] += 1
         self.lost.pop((ip, port), None)
-        contact = self.router.heard_from(node_id, ip, port)
+        contact = self.router.heard_from(answer.node_id, ip, port)
         if contact is not None:
             self._on_contact(contact)
-        self._finish(msg_id, call, Reply(node_id, data[1]) if expected else None)
+        self._finish(call_id, call, Reply(answer.node_id, answer.body) if expected else None)
 
     async def call_ping(self, node_to_ask: Node) -> Reply | None:
         """Ask for a sign of life; notes under which address the other end sees this node."""
@@ -230,6 +301,9 @@ class RecordProtocol(KademliaProtocol):
     def call_find_value(self, node_to_ask: Node, key: str, after: bytes, *, with_nodes: bool) -> ReplyFuture:
         return self.request(node_to_ask, "find_value", key, after, with_nodes)
 
+    def call_sample(self, node_to_ask: Node, key: str, *, with_nodes: bool) -> ReplyFuture:
+        return self.request(node_to_ask, "sample", key, with_nodes)
+
     def call_store(self, node_to_ask: Node, key: str, value: tuple[SignedRecord, float]) -> ReplyFuture:
         return self.request(node_to_ask, "store", key, wire.pack_record(*value))
 
@@ -239,32 +313,46 @@ class RecordProtocol(KademliaProtocol):
         self._counters["datagrams_in"] += 1
         self._counters["bytes_in"] += len(data)
         try:
-            if not wire.HEADER_BYTES < len(data) < wire.MAX_DATAGRAM_BYTES or data[0] > 1:
+            if not wire.HEADER_BYTES < len(data) < wire.MAX_DATAGRAM_BYTES:
                 raise wire.Malformed("malformed_frame")
-            kind, message_id = data[:1], data[1 : wire.HEADER_BYTES]
-            if kind == b"\x01" and message_id not in self._outstanding:
-                self._counters["late_replies"] += 1
-                return
-            address = _plain_address(addr)
-            accept = self._accept_request if kind == b"\x00" else self._accept_response
-            accept(message_id, wire.unpack_content(data), address)
+            kind, message_id, content = data[:1], data[1 : wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
+            if kind == wire.REQUEST:
+                self._accept_question(message_id, content, _plain_address(addr))
+            elif kind in (wire.REPLY, wire.PROVEN_REPLY):
+                self._accept_answer(kind, message_id, content)
+            else:
+                raise wire.Malformed("malformed_frame")
         except wire.Malformed as error:
             self._counters[f"dropped_{error}"] += 1
 
-    def _accept_request(self, msg_id: bytes, data: Any, address: tuple[str, int]) -> None:
-        if type(data) is not list or len(data) != 2 or type(data[0]) is not str or type(data[1]) is not list:
+    def _accept_question(self, message_id: bytes, content: bytes, address: tuple[str, int]) -> None:
+        request = wire.unpack_request(content)
+        handler = self._handlers.get(request.name)
+        if handler is None or len(request.args) != NUM_ARGUMENTS[request.name]:
             raise wire.Malformed("malformed_request")
-        name, args = data
-        handler = self._handlers.get(name)
-        if handler is None or len(args) != _NUM_ARGUMENTS[name]:
-            raise wire.Malformed("malformed_request")
-        sender = Node(wire.node_id(args[0]), *address)
-        body = handler(sender, *args[1:])
-        self._counters[f"served_{name}"] += 1
-        self._send(wire.pack_datagram(b"\x01", msg_id, [self.source_node.id, body]), address)
-        self.welcome_if_new(sender)
+        sender = Node(request.sender_id, *address)
+        trusted = self._tokens.accepts(address, request.token)
+        own_token = self._tokens.give(address)
+        body: Any = None
+        if trusted or request.name != "store":
+            body = handler(sender, *request.args)
+            self._counters[f"served_{request.name}"] += 1
+        reply = self._sign(message_id, request, wire.pack_answer(self.source_node.id, own_token, body))
+        if body is None or not (
+            trusted or len(reply) <= wire.MAX_AMPLIFICATION * (wire.HEADER_BYTES + len(content))
+        ):
+            self._counters["tokens_demanded"] += 1
+            reply = wire.REPLY + message_id + wire.pack_answer(self.source_node.id, own_token, None)
+        self._send(reply, address)
+        self._welcome_if_new(sender, max_transmissions=None if trusted else 1)
 
-    def welcome_if_new(self, node: Node) -> None:
+    def _sign(self, message_id: bytes, request: wire.Request, content: bytes) -> bytes:
+        if not request.prove:
+            return wire.REPLY + message_id + content
+        proof = prove(self._private_key, message_id, request.sender_id, content)
+        return wire.PROVEN_REPLY + message_id + content + proof
+
+    def _welcome_if_new(self, node: Node, max_transmissions: int | None) -> None:
         """Ask an unknown sender, or one at an unknown address, for a sign of life; its answer makes it a contact."""
         known = self.router.contact(node.id)
         if node.id == self.source_node.id or (known is not None and known.same_home_as(node) and not known.misses):
@@ -272,31 +360,8 @@ class RecordProtocol(KademliaProtocol):
         probe = (node.id, node.ip, node.port)
         if probe not in self._probes and len(self._probes) < _MAX_PROBES:
             self._probes.add(probe)
-            self.request(node, "ping").add_done_callback(lambda _: self._probes.discard(probe))
-
-    def rpc_ping(self, sender: Node) -> bytes:
-        return wire.pack_address(sender.ip, sender.port)
-
-    def rpc_find_node(self, sender: Node, target: Any) -> list[bytes]:
-        return self._nearest(Node(wire.node_id(target)), sender, self.router.ksize)
-
-    def rpc_find_value(self, sender: Node, key: Any, after: Any, with_nodes: Any) -> list[Any]:
-        """Contacts first, then as many records as the datagram has room for."""
-        key = wire.dht_key(key)
-        if type(with_nodes) is not bool:
-            raise wire.Malformed("malformed_request")
-        after = b"" if after == b"" else wire.node_id(after)
-        nodes = self._nearest(Node(digest(key)), sender, self.router.ksize // 2) if with_nodes else []
-        room = wire.REPLY_BODY_BYTES - sum(len(node) + 2 for node in nodes)
-        page, more = self.storage.page(key, after.hex(), room, wire.RECORD_OVERHEAD_BYTES)
-        return [nodes, [wire.pack_record(held.signed, self.storage.remaining_s(held)) for held in page], more]
-
-    def rpc_store(self, sender: Node, key: Any, record: Any) -> str:
-        return self.storage.put(wire.dht_key(key), *wire.unpack_record(record))
-
-    def _nearest(self, target: Node, sender: Node, num_nodes: int) -> list[bytes]:
-        neighbors = self.router.find_neighbors(target, num_nodes, exclude=sender)
-        return [wire.pack_node(node) for node in neighbors if plausible_for(node.ip, sender.ip)]
+            future = self.request(node, "ping", max_transmissions=max_transmissions)
+            future.add_done_callback(lambda _: self._probes.discard(probe))
 
     # The socket
 
@@ -316,10 +381,6 @@ class RecordProtocol(KademliaProtocol):
         self._counters["datagrams_out"] += 1
         self._counters["bytes_out"] += len(datagram)
         transport.sendto(datagram, (f"::ffff:{ip}" if self._is_v6 and ":" not in ip else ip, port))
-
-
-#: The sender's id included.
-_NUM_ARGUMENTS = {"ping": 1, "find_node": 2, "find_value": 4, "store": 3}
 
 
 def _plain_address(address: tuple[Any, ...]) -> tuple[str, int]:

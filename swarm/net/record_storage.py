@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
+import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,10 @@ from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord, verify_r
 
 #: Every word that `RecordStorage.put` may answer besides "" (held).
 REFUSALS = frozenset({"oversize", "forged", "malformed", "expired", "old_sequence", "full"})
+
+
+#: Not the name of any record.
+_NOBODY = ("", "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +75,8 @@ class Held:
     expires_at: float
     #: When some node last stored this very record here; holders hand on what nobody has renewed.
     touched_at: float
+    #: Who stored it here ("" is this node): crowds from one source give way first.
+    source: str = ""
 
 
 @dataclass(slots=True)
@@ -85,7 +93,8 @@ class RecordStorage(IStorage):
     Args:
         now: this node's monotonic clock in seconds.
         verifier: shared with whoever else reads records.
-        limits: bounds; over one of them the record that would expire first gives way, the new one included.
+        limits: bounds; over one of them the source with most records gives way, else the record that expires first,
+            the new one included.
         counters: `refused_<reason>` and `evicted_records` are counted here.
     """
 
@@ -99,6 +108,8 @@ class RecordStorage(IStorage):
         self._keys: dict[str, _Key] = {}
         self._keys_of: dict[PeerId, set[str]] = {}
         self._num_records = 0
+        #: What each source stored, longest held first; has exactly the records of `_keys`.
+        self._from: dict[str, dict[tuple[str, PeerId], None]] = {}
         #: (expires_at, key, peer); an entry whose time is not the held record's is out of date and skipped.
         self._expiries: list[tuple[float, str, PeerId]] = []
         #: Sequence numbers that expired here, until nobody honest can still hand them on.
@@ -110,18 +121,26 @@ class RecordStorage(IStorage):
         self.expire()
         return self._num_records
 
-    def put(self, key: str, signed: SignedRecord, remaining_s: float) -> str:
+    @property
+    def num_keys(self) -> int:
+        self.expire()
+        return len(self._keys)
+
+    def put(self, key: str, signed: SignedRecord, remaining_s: float, source: str = "") -> str:
         """Hold `signed` for at most `remaining_s`, and never longer than the record itself allows.
+
+        Args:
+            source: who brought it: "" is this node itself, else what an attacker has few of, such as an address.
 
         Returns:
             "" if this very record is held now, else the reason in `REFUSALS`.
         """
-        reason = self._put(key, signed, remaining_s)
+        reason = self._put(key, signed, remaining_s, source)
         if reason:
             self._counters[f"refused_{reason}"] += 1
         return reason
 
-    def _put(self, key: str, signed: SignedRecord, remaining_s: float) -> str:
+    def _put(self, key: str, signed: SignedRecord, remaining_s: float, source: str) -> str:
         self.expire()
         now = self._now()
         try:
@@ -143,8 +162,8 @@ class RecordStorage(IStorage):
             return ""
         if old is not None and record.sequence <= old.record.sequence:
             return "old_sequence"
-        new = Held(signed, record, now + life_s, now)
-        if old is None and not self._make_room(key, record.peer, new.expires_at):
+        new = Held(signed, record, now + life_s, now, source)
+        if old is None and not self._make_room(key, new):
             return "full"
         self._insert(key, new)
         return ""
@@ -160,12 +179,16 @@ class RecordStorage(IStorage):
             bisect.insort(records.peers, peer)
             self._keys_of.setdefault(peer, set()).add(key)
             self._num_records += 1
+        else:
+            self._leave_source(key, records.held[peer])
         records.held[peer] = new
+        self._from.setdefault(new.source, {})[key, peer] = None
         self._note_expiry(key, peer, new)
 
     def _remove(self, key: str, peer: PeerId) -> Held:
         records = self._keys[key]
         held = records.held.pop(peer)
+        self._leave_source(key, held)
         del records.peers[bisect.bisect_left(records.peers, peer)]
         if not records.held:
             del self._keys[key]
@@ -184,22 +207,58 @@ class RecordStorage(IStorage):
             ]
             heapq.heapify(self._expiries)
 
-    def _make_room(self, key: str, peer: PeerId, expires_at: float) -> bool:
-        """Evict until one more record of `peer` under `key` fits; False if that record would be the first to expire."""
-        victims: list[tuple[float, str, PeerId]] = []
-        records = self._keys.get(key)
+    def _leave_source(self, key: str, held: Held) -> None:
+        brought = self._from[held.source]
+        del brought[key, held.record.peer]
+        if not brought:
+            del self._from[held.source]
+
+    def _make_room(self, key: str, new: Held) -> bool:
+        """Evict until `new` fits; False if it has to stay out itself."""
+        victims: list[tuple[str, PeerId]] = []
+        records, peer = self._keys.get(key), new.record.peer
         if records is not None and len(records.held) >= self._limits.per_key:
-            victims.append(min((held.expires_at, key, other) for other, held in records.held.items()))
+            by_source: dict[str, list[tuple[str, PeerId]]] = {}
+            for other, held in records.held.items():
+                by_source.setdefault(held.source, []).append((key, other))
+            victims.append(self._who_gives_way(new, by_source))
         if len(written := self._keys_of.get(peer, ())) >= self._limits.per_writer:
-            victims.append(min((self._keys[other].held[peer].expires_at, other, peer) for other in written))
+            victims.append(self._who_gives_way(new, {new.source: [(other, peer) for other in written]}))
         if not victims and self._num_records >= self._limits.total:
-            victims.append(self._first_to_expire())
-        if any(expires_at <= victim[0] for victim in victims):
+            victims.append(self._who_gives_way(new, self._from))
+        if _NOBODY in victims:
             return False
-        for _, victim_key, victim_peer in victims:
-            self._remove(victim_key, victim_peer)
+        for victim in victims:
+            self._remove(*victim)
             self._counters["evicted_records"] += 1
         return True
+
+    def _who_gives_way(self, new: Held, by_source: Mapping[str, Collection[tuple[str, PeerId]]]) -> tuple[str, PeerId]:
+        """The record to evict for `new`, or `_NOBODY`.
+
+        A source that has at least two more than the new one's always gives way, whatever lives it signs: one attacker
+        with many keys crowds out only itself. Otherwise the first to expire does, of the same source if it has any.
+        """
+        own = by_source.get(new.source, ())
+        crowd = max(by_source.values(), key=len)
+        if len(own) + 1 < len(crowd):
+            return self._soonest(crowd)[1:]
+        if not own or len(by_source) == 1:
+            candidates: Collection[tuple[str, PeerId]] = [one for group in by_source.values() for one in group]
+        else:
+            candidates = own
+        if len(candidates) == self._num_records:
+            expires_at, *victim = self._first_to_expire()
+        else:
+            expires_at, *victim = self._soonest(candidates)
+        return (victim[0], victim[1]) if new.expires_at > expires_at else _NOBODY
+
+    def _soonest(self, candidates: Collection[tuple[str, PeerId]]) -> tuple[float, str, PeerId]:
+        """The first to expire of `candidates`; of very many, of those held for longest."""
+        return min(
+            (self._keys[key].held[peer].expires_at, key, peer)
+            for key, peer in itertools.islice(candidates, self._limits.per_key)
+        )
 
     def _first_to_expire(self) -> tuple[float, str, PeerId]:
         while True:
@@ -250,6 +309,24 @@ class RecordStorage(IStorage):
                 return chosen, True
             chosen.append(held)
         return chosen, False
+
+    def sample(
+        self, key: str, rng: random.Random, max_bytes: int, overhead_bytes: int
+    ) -> tuple[list[Held], int]:
+        """Records of peers drawn evenly, while they fit `max_bytes`; and how many peers there are to draw from."""
+        self.expire()
+        records = self._keys.get(key)
+        if records is None:
+            return [], 0
+        chosen: list[Held] = []
+        # 40 of the smallest records do not fit a datagram.
+        for peer in rng.sample(records.peers, min(40, len(records.peers))):
+            held = records.held[peer]
+            max_bytes -= held.signed.num_bytes + overhead_bytes
+            if max_bytes < 0:
+                break
+            chosen.append(held)
+        return chosen, len(records.peers)
 
     # The interface of kademlia's storages, with a key's text in the place of its digest: a signature covers the text.
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from swarm.base.errors import InternalError, LinkError, RemoteError, SwarmError
+from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import Ballot
-from swarm.lifecycle.record import decide, genesis_record
+from swarm.lifecycle.coverage import Coverage, coverage_of
+from swarm.lifecycle.record import decide, genesis_record, restoring_record
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.policy.restore import Holding, newest_complete
 from swarm.policy.schedule import learning_rate
 from swarm.wire import messages as m
 
@@ -26,8 +29,24 @@ MAX_RECORDS = 256
 Key = tuple[str, str]
 
 
+#: Finds the announced peers of every stage: a hint for where to look.
+Rosters = Callable[[], Awaitable[list[list[m.Member]]]]
+
+
 class Demoted(SwarmError):
-    """A coordinator with a higher ballot was accepted."""
+    """A coordinator with a higher ballot was accepted, or the run goes on in another lineage."""
+
+
+class StageLost(SwarmError):
+    """A stage has had no live member for `stage_lost_s`."""
+
+
+class Rivalry(SwarmError):
+    """Somebody holds a record that is newer than this coordinator's and not its own."""
+
+    def __init__(self, record: m.CommitRecord) -> None:
+        super().__init__(f"a record of step {record.step} in era {record.era} exists")
+        self.record = record
 
 
 @dataclass
@@ -50,8 +69,9 @@ class _StageLead:
 class Coordinator:
     """One reign: from election with `ballot` until the run is finished or a higher ballot appears."""
 
-    def __init__(self, link: Link, tasks: Tasks, ballot: Ballot) -> None:
+    def __init__(self, link: Link, tasks: Tasks, ballot: Ballot, rosters: Rosters) -> None:
         self._link = link
+        self._rosters = rosters
         self._tasks = tasks
         self.context = link.context
         self.config = link.context.config
@@ -71,6 +91,9 @@ class Coordinator:
         self.waiting_for = "peers"
         self.finished = asyncio.Event()
         self._demoted: Demoted | None = None
+        self._rival: m.CommitRecord | None = None
+        #: Stages that have no live member now; while there are any this lineage is not pushed on others.
+        self._lost: set[int] = set()
         #: Trainers seen, with the time of their last word.
         self.trainers: dict[Key, float] = {}
 
@@ -140,7 +163,8 @@ class Coordinator:
                 continue
 
     def _leased(self, message: m.Lease, **extra: object) -> m.Leased:
-        records = tuple(r for r in self.records if r.step > message.known_step)
+        known = (message.known_era, message.known_step)
+        records = tuple(r for r in self.records if (r.era, r.step) > known)
         return m.Leased(ballot=self.ballot, records=records, waiting_for=self.waiting_for, **extra)
 
     def _lease(self, message: m.Lease) -> m.Leased | None:
@@ -155,7 +179,7 @@ class Coordinator:
                 self._evaluator = (trainer, now + 4 * self.config.timing.lease_s)
                 if free and not mine:
                     return self._leased(message, evaluate=True)
-            return self._leased(message) if message.known_step < self._newest_step else None
+            return self._leased(message) if self._has_news(message) else None
         if self.finished.is_set():
             return self._leased(message, finished=True)
         tickets: list[tuple[int, int]] = []
@@ -164,9 +188,14 @@ class Coordinator:
             if want > 0:
                 taken = self._pools[step].lease(trainer, want, now=now, lease_s=self.config.timing.lease_s)
                 tickets += [(step, index) for index in taken]
-        if tickets or message.known_step < self._newest_step:
-            return self._leased(message, tickets=tuple(tickets))
+        if tickets or self._has_news(message):
+            avoid = [((s, i), sorted(self._pools[s].avoid[i])) for s, i in tickets if i in self._pools[s].avoid]
+            return self._leased(message, tickets=tuple(tickets), avoid=tuple(avoid))
         return None
+
+    def _has_news(self, message: m.Lease) -> bool:
+        record = self.record
+        return record is not None and (message.known_era, message.known_step) < (record.era, record.step)
 
     @property
     def _newest_step(self) -> int:
@@ -195,6 +224,13 @@ class Coordinator:
         Raises:
             Demoted: a higher ballot was accepted somewhere.
         """
+        surveying = self._tasks.start(self._survey_loop(), "survey")
+        try:
+            await self._reign(prepared)
+        finally:
+            surveying.cancel()
+
+    async def _reign(self, prepared: dict[int, m.StageResult] | None) -> None:
         if self.record is None:
             await self._genesis()
         assert self.record is not None
@@ -205,7 +241,13 @@ class Coordinator:
         self._open_pools()
         await self._recover()
         while self.record.step + 1 < self.config.total_steps:
-            await self._end_step(self.record.step + 1)
+            try:
+                await self._end_step(self.record.step + 1)
+            except StageLost as lost:
+                logger.error("%s", lost)
+                await self._set_back()
+            except Rivalry as rivalry:
+                await self._settle(rivalry.record)
         self.finished.set()
         self.waiting_for = "nothing: the run is finished"
         await self._notify()
@@ -227,22 +269,152 @@ class Coordinator:
             self.waiting_for = f"peers of stages {short}" if short else "more peers"
             wait = config.timing.genesis_quiet_s - quiet if not short else config.timing.request_s
             await self._wait(max(0.01, wait))
+        peers = [[j.member for j in self._joiners.values() if j.stage == k] for k in range(config.num_stages)]
+        self._joiners.clear()
+        await self._publish(await self._starting_record(peers, era=0), ())
+
+    # ------------------------------------------------------------------------------------------------ old heads
+
+    async def _starting_record(self, peers: list[list[m.Member]], *, era: int) -> m.CommitRecord:
+        """The record to go on from: the newest head that the peers hold complete, else the initial values.
+
+        Args:
+            peers: of each stage, all of whom become members; those that do not hold the head are not ready.
+            era: the lowest that the record may have.
+        """
+        run = self.context.run
+        records: dict[str, m.CommitRecord] = {}
+        stages: list[dict[Key, list[Holding]]] = []
+        for stage, candidates in enumerate(peers):
+            held = await together(*(self._holdings(stage, member) for member in candidates))
+            stages.append({})
+            for member, found in zip(candidates, held, strict=True):
+                records |= {r.head: r for r in found}
+                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in found]
+        best, reason = newest_complete(stages)
+        if best is None:
+            members = tuple(tuple(x.model_copy(update={"ready": True}) for x in xs) for xs in peers)
+            genesis = genesis_record(self.config, run, self.ballot, members)
+            return genesis if not era else restoring_record(genesis, era=era, ballot=self.ballot, members=members)
+        logger.info("going on from an earlier head: %s", reason)
         members = tuple(
-            tuple(j.member for j in self._joiners.values() if j.stage == stage) for stage in range(config.num_stages)
+            tuple(sorted(
+                (x.model_copy(update={"ready": best in stages[k][x.key]}) for x in xs), key=lambda x: not x.ready
+            ))
+            for k, xs in enumerate(peers)
+        )  # fmt: skip
+        return restoring_record(
+            records[best.head], era=max(era, best.era + 1), ballot=self.ballot, members=members
         )
-        await self._publish(genesis_record(self.context.run, self.ballot, members), ())
+
+    async def _holdings(self, stage: int, member: m.Member) -> tuple[m.CommitRecord, ...]:
+        try:
+            request = m.Holdings(run=self.context.run, stage=stage)
+            return (await self._link.ask(member, request, m.Held))[0].records
+        except (LinkError, RemoteError):
+            return ()
+
+    async def _live_peers(self) -> list[list[m.Member]]:
+        """Announced peers of every stage that answer."""
+
+        async def live(member: m.Member) -> m.Member | None:
+            try:
+                reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError):
+                return None
+            return reply.member if reply.member.key == member.key else None
+
+        rosters = await self._rosters()
+        answers = await together(*(together(*(live(x) for x in roster)) for roster in rosters))
+        return [[x for x in stage if x is not None] for stage in answers]
+
+    async def _set_back(self) -> None:
+        """A stage was lost: go on from the newest head that is complete over all stages, or wait for peers."""
+        assert self.record is not None
+        peers = await self._live_peers()
+        empty = [k for k, xs in enumerate(peers) if not xs]
+        if empty:
+            self.waiting_for = f"a peer of stages {empty}: nobody serves them"
+            logger.error("stages %s have no live peer: the run waits for one", empty)
+            await self._wait(self.config.timing.coordinator_s)
+            return
+        record = await self._starting_record(peers, era=self.record.era + 1)
+        logger.error(
+            "the run is set back from step %d to step %d: %d committed steps are discarded",
+            self.record.step + 1, record.step + 1, self.record.step - record.step,
+        )  # fmt: skip
+        self._pools.clear()
+        self._lost.clear()
+        await self._publish(record, tuple(x for xs in self.record.members for x in xs))
+
+    async def _settle(self, rival: m.CommitRecord) -> None:
+        """Two lineages met. One that lacks a live holder of some stage loses; else the newer record wins.
+
+        Raises:
+            Demoted: the other one goes on.
+        """
+        assert self.record is not None
+        self._rival = None
+
+        async def holds(member: m.Member) -> bool:
+            try:
+                info, _ = await self._link.ask(member, m.Hello(), m.RunInfo)
+            except (LinkError, RemoteError):
+                return False
+            return info.record is not None and (info.record.era, info.record.step) >= (rival.era, rival.step)
+
+        answers = await together(*(together(*(holds(x) for x in xs)) for xs in rival.members))
+        missing = [k for k, found in enumerate(answers) if not any(found)]
+        if not missing or self._lost:
+            raise Demoted(f"the run goes on from a record of step {rival.step}")
+        logger.error("the other lineage at step %d has nobody for stages %s: this one goes on", rival.step, missing)
+        record = restoring_record(
+            self.record, era=rival.era + 1, ballot=self.ballot, members=self.record.members
+        )
+        await self._publish(record, tuple(x for xs in rival.members for x in xs))
+
+    async def _survey_loop(self) -> None:
+        """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""
+        while True:
+            await asyncio.sleep(self.config.timing.coordinator_s)
+            record = self.record
+            if record is None or self._lost:
+                continue
+            listed = {x.key for xs in record.members for x in xs}
+            for member in [x for roster in await self._rosters() for x in roster]:
+                if member.key in listed or member.key in self._joiners:
+                    continue
+                try:
+                    await self._link.ask(member, m.Commit(record=record), m.Ack)
+                except RefusedBy as refused:
+                    theirs = refused.refusal.record
+                    if theirs is not None and theirs.newer_than(self.record):
+                        self._rival = theirs
+                        await self._notify()
+                except (LinkError, RemoteError):
+                    continue
+
+    def _check(self) -> None:
+        """
+        Raises:
+            Demoted, Rivalry: this reign is over, or in doubt.
+        """
+        if self._demoted is not None:
+            raise self._demoted
+        if self._rival is not None:
+            raise Rivalry(self._rival)
+
+    # ------------------------------------------------------------------------------------------------ waiting
 
     async def _wait(self, seconds: float) -> None:
         """Until something changes, for at most `seconds`."""
-        if self._demoted is not None:
-            raise self._demoted
+        self._check()
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait()
         except TimeoutError:
             pass
-        if self._demoted is not None:
-            raise self._demoted
+        self._check()
 
     def _open_pools(self) -> None:
         assert self.record is not None
@@ -257,8 +429,7 @@ class Coordinator:
         for step in sorted(self._pools):
             if self.ballot.counter > 1:
                 gathered = await self._gather_all(step, freeze=False)
-                covered = _covered_by_all(gathered)
-                for index in covered:
+                for index in _covered_by_all([coverage_of(seals) for seals in gathered]):
                     self._pools[step].done(index)
         await self._notify()
 
@@ -273,18 +444,25 @@ class Coordinator:
             await self._collect_tickets(step, pool)
             self.waiting_for = f"seals of step {step}"
             gathered = await self._gather_all(step, freeze=True)
-            missing = all_tickets - _covered_by_all(gathered)
+            coverages = [coverage_of(seals) for seals in gathered]
+            missing = all_tickets - _covered_by_all(coverages)
             if missing:
                 logger.info("step %d: tickets %s are missing; reopened", step, sorted(missing))
                 reopened += 1
+                for coverage in coverages:
+                    for index, peers in coverage.unconfirmed.items():
+                        pool.avoid[index] = pool.avoid.get(index, frozenset()) | peers
                 await self._gather_all(step, freeze=False)
                 pool.free(missing)
                 await self._notify()
                 continue
             self.waiting_for = f"averages of step {step}"
+            for peer in sorted({peer for coverage in coverages for peer in coverage.blamed}):
+                logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
             results = await self._average_all(step, gathered)
-            if results is None:
+            if results is None or not self._enough(results):
                 reopened += 1
+                await self._wait(0.05)
                 continue
             await self._commit(results, reopened=reopened)
             return
@@ -316,7 +494,23 @@ class Coordinator:
                 self._strike(stage, leader)
                 await self._gather(step, stage, freeze=False)
 
-        await asyncio.gather(*(check(stage) for stage in range(self.config.num_stages)))
+        await together(*(check(stage) for stage in range(self.config.num_stages)))
+
+    def _enough(self, results: list[m.StageResult]) -> bool:
+        """With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members.
+
+        The operator chose that the run stops rather than split: of two halves of a partition at most one goes on.
+        """
+        if self.config.min_peers_per_stage == 1:
+            return True
+        for stage, result in enumerate(results):
+            members = [x for x in self._members(stage) if x.ready]
+            need = max(self.config.min_peers_per_stage, len(members) // 2 + 1)
+            if len(result.holders) < need:
+                self.waiting_for = f"{need} peers of stage {stage} ({len(result.holders)} are here)"
+                self._leads[stage].struck.clear()
+                return False
+        return True
 
     def _members(self, stage: int) -> list[m.Member]:
         assert self.record is not None
@@ -334,7 +528,7 @@ class Coordinator:
             self._leads[stage].struck[member.key] = member
 
     async def _gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
-        return await asyncio.gather(
+        return await together(
             *(self._gather(step, stage, freeze=freeze) for stage in range(self.config.num_stages))
         )
 
@@ -342,14 +536,18 @@ class Coordinator:
         """Seals of one stage under a new term; a leader that does not answer is replaced until one does."""
         lead = self._leads[stage]
         backoff = 0.1
+        lost_since: float | None = None
         while True:
-            if self._demoted is not None:
-                raise self._demoted
+            self._check()
             leader = self._leader(stage)
             if leader is None:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
                 self.waiting_for = f"a live member of stage {stage}"
+                lost_since = self._now if lost_since is None else lost_since
+                if self._now - lost_since > self.config.timing.stage_lost_s:
+                    raise StageLost(f"stage {stage} has had no live member for {self.config.timing.stage_lost_s:g} s")
                 logger.warning("step %d: stage %d has no live member; waiting", step, stage)
+                self._lost.add(stage)
                 lead.struck.clear()
                 await asyncio.sleep(backoff)
                 backoff = min(2.0, 2 * backoff)
@@ -373,6 +571,7 @@ class Coordinator:
                 self._strike(stage, leader)
             else:
                 lead.struck |= {x.key: x for x in reply.struck}
+                self._lost.discard(stage)
                 return reply.seals
 
     def _heed(self, refused: RefusedBy) -> None:
@@ -382,11 +581,11 @@ class Coordinator:
             assert self._demoted is not None
             raise self._demoted
         record = refused.refusal.record
-        if record is not None and record.step > self._newest_step:
-            raise Demoted(f"a record of step {record.step} exists already")
+        if record is not None and record.newer_than(self.record):
+            raise Rivalry(record)
 
     async def _average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
-        replies = await asyncio.gather(
+        replies = await together(
             *(self._average(step, stage, gathered[stage]) for stage in range(self.config.num_stages))
         )
         results = [reply for reply in replies if reply is not None]
@@ -508,16 +707,5 @@ class Coordinator:
         await self._notify()
 
 
-def _covered(seals: tuple[m.Seal, ...]) -> set[int]:
-    covered: set[int] = set()
-    for seal in seals:
-        indexes = {*seal.ledger, *seal.overflow}
-        if covered & indexes:
-            raise InternalError(f"tickets {sorted(covered & indexes)} are in two ledgers of one stage")
-        covered |= indexes
-    return covered
-
-
-def _covered_by_all(stages: list[tuple[m.Seal, ...]]) -> set[int]:
-    covered = [_covered(seals) for seals in stages]
-    return covered[0].intersection(*covered[1:])
+def _covered_by_all(coverages: list[Coverage]) -> frozenset[int]:
+    return coverages[0].covered.intersection(*(c.covered for c in coverages[1:]))

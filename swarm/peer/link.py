@@ -17,6 +17,7 @@ from swarm.wire.messages import REQUEST_KINDS, Member, Message, Refusal
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Reply = Union[Message, Frame]
 MessageHandler = Callable[[Any, Frame, Progress], Awaitable[Reply]]
 
@@ -99,6 +100,18 @@ class Link:
         if not isinstance(reply.message, expect):
             raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")
         return reply.message, reply
+
+
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Run all at once; the first failure cancels the rest and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class Tasks:

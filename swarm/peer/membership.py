@@ -89,7 +89,8 @@ class Membership:
                 if self.state == "serving":
                     logger.warning("record of step %d no longer lists this peer: joining again", member.record.step)
                 self._move("excluded")
-                member.queued = None
+                # Being left out may mean that this peer's state is wrong: it downloads it anew.
+                member.queued = []
             return
         if self.state == "waiting":
             if listed.ready and member.up_to_date:
@@ -119,19 +120,20 @@ class Membership:
         donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
         self._link.context.rng.shuffle(donors)
         try:
-            version, optimizer = await download(self._link, member, donors, min_step=record.step)
+            state = await download(self._link, member, donors, min_step=record.step)
         except (LinkError, RemoteError) as error:
             logger.warning("stage %d: %s", member.stage, error)
             await self._catch_up(donors)
             return
         async with member.commit_lock:
-            member.versions.replace(version, optimizer)
+            member.versions.replace(state)
+            version = state.version
             later = [(r, flat) for r, flat in member.queued or [] if r.step > version.record.step]
             member.queued = None
             for later_record, flat in later:
                 if later_record.previous_head == member.versions.newest.head:
                     await member.advance(later_record, flat)
-            if member.record is not None and member.record.step < version.record.step:
+            if version.record.newer_than(member.record):
                 member.record = version.record
         if member.up_to_date:
             await member.refresh_digest()

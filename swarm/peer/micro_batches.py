@@ -164,7 +164,9 @@ class MicroBatchServer:
         def job() -> tuple[str, Payload]:
             gradients = None if below is None else _decode_all(below.frame, "grad", self._compute.device)
             result = self._compute.backward(activation, gradients)
-            verdict = state.accumulator.add(index, entry, result.parameters)
+            verdict = state.accumulator.add(
+                index, entry, result.parameters, loss_scale=version.record.loss_scale
+            )
             return verdict, [_encode(n, g, self._codec, "grad") for n, g in result.inputs.items()]
 
         backward = await self._executor.run(job, Priority.BACKWARD)

@@ -110,17 +110,20 @@ class Seat:
         ballot = Ballot(self._highest + 1, self.context.peer)
         self._highest += 1
         replies = await self._elect(ballot)
-        record = max((r.record for r in replies if r.record is not None), key=lambda r: r.step, default=None)
+        record: m.CommitRecord | None = None
+        for reply in replies:
+            if reply.record is not None and reply.record.newer_than(record):
+                record = reply.record
         stages = {reply.stage for reply in replies}
         if record is not None and len(stages) < self.context.config.num_stages:
             missing = sorted(set(range(self.context.config.num_stages)) - stages)
             logger.warning("not elected: no member of stages %s answers", missing)
             return False
-        coordinator = Coordinator(self._link, self._tasks, ballot)
+        coordinator = Coordinator(self._link, self._tasks, ballot, self._live_rosters)
         coordinator.adopt(record, max((r.term.n for r in replies), default=0))
         prepared: dict[int, m.StageResult] = {}
         if record is not None:
-            for reply in replies:
+            for reply in [r for r in replies if r.record is not None and r.record.head == record.head]:
                 for step, result in reply.prepared:
                     known = prepared.get(reply.stage)
                     if step == record.step + 1 and (known is None or result.attempt.order > known.attempt.order):
@@ -155,6 +158,9 @@ class Seat:
                     if info.record is not None and coordinator.record is None:
                         coordinator.demote(f"a record of step {info.record.step} exists already")
                         return
+
+    async def _live_rosters(self) -> list[list[m.Member]]:
+        return [[member_of(record) for record in roster] for roster in await self._rosters()]
 
     async def _rosters(self) -> list[list[PeerRecord]]:
         run, num_stages = self.context.run, self.context.config.num_stages

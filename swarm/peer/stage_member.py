@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from swarm.averaging.all_reduce import Average, Round, RoundFailed
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ballot
-from swarm.lifecycle.record import genesis_head
+from swarm.lifecycle.coverage import coverage_of
+from swarm.lifecycle.record import genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.stage.accumulator import Accumulator
@@ -24,7 +25,7 @@ from swarm.stage.compute import StageCompute
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.optimizer import OptimizerState, adamw
-from swarm.stage.versions import VersionStore, make_version
+from swarm.stage.versions import StageState, VersionStore, make_version
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
@@ -48,6 +49,10 @@ class StepState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+async def _nothing_to_restore(record: m.CommitRecord) -> StageState | None:
+    return None
+
+
 class StageMember:
     """The step protocol at one peer of one stage."""
 
@@ -62,11 +67,8 @@ class StageMember:
         self.executor = executor
         self.background = background
         self._tasks = tasks
-        initial = m.CommitRecord(
-            run=self.context.run, step=-1, head=genesis_head(self.context.run), ballot=ZERO_BALLOT,
-            members=((),) * self.config.num_stages,
-        )  # fmt: skip
-        masters = compute.initial_masters
+        initial = genesis_record(self.config, self.context.run, ZERO_BALLOT, ((),) * self.config.num_stages)
+        masters = compute.initial_masters()
         self.versions = VersionStore(
             make_version(initial, compute.layout, masters, compute.dtype),
             OptimizerState.zero(masters),
@@ -85,6 +87,10 @@ class StageMember:
         self.commit_lock = asyncio.Lock()
         #: Called after each record was applied or queued, in order.
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []
+        #: Finds the state at a record's head in memory or on disk; see `restore.py`.
+        self.restore: Callable[[m.CommitRecord], Awaitable[StageState | None]] = _nothing_to_restore
+        #: Steps that were committed and then set back, by a restore or by another lineage.
+        self.discarded_steps = 0
         for kind, handler in (
             (m.Collect, self._on_collect), (m.Revoke, self._on_revoke), (m.Reduce, self._on_reduce),
             (m.Slice, self._on_slice), (m.FetchAverage, self._on_fetch_average), (m.Commit, self._on_commit),
@@ -301,22 +307,20 @@ class StageMember:
         return m.Ack()
 
     def learn(self, record: m.CommitRecord) -> None:
-        """A record came in, from the coordinator or a peer; newer ones are handed on and applied in the background."""
+        """A record came in, from the coordinator or a peer; newer ones are handed on and applied in the background.
+
+        The record is the decision, so it stands whatever ballot was promised since.
+        """
         if record.run != self.context.run or len(record.members) != self.config.num_stages:
             raise Refuse("wrong_run", "the record belongs to another run")
-        if self.record is not None and record.step <= self.record.step:
+        known = self.record
+        if known is not None and not record.newer_than(known):
+            if (record.step == known.step and record.head != known.head) or record.era < known.era:
+                raise Refuse("ahead", f"step {known.step} of era {known.era} is newer", record=known)
             return
-        if self.promised > record.ballot and record.step >= 0 and not self._holds(record):
-            raise Refuse("lower_ballot", f"ballot {self.promised.counter} was accepted")
-        previous, self.record = self.record, record
+        self.record = record
         self._tasks.start(self._forward(record), f"forward record {record.step}")
-        self._tasks.start(self._take_over(record, previous), f"apply record {record.step}", vital=True)
-
-    def _holds(self, record: m.CommitRecord) -> bool:
-        """A record of a lower ballot still stands if it decides on the average that this peer holds prepared."""
-        state = self._steps.get(record.step)
-        digest = record.results[self.stage].average_digest
-        return state is not None and state.average is not None and state.average.digest == digest
+        self._tasks.start(self._take_over(record, known), f"apply record {record.step}", vital=True)
 
     async def _forward(self, record: m.CommitRecord) -> None:
         """Hand the record on: to the next member of this stage, and to the leader of the next stage."""
@@ -331,15 +335,19 @@ class StageMember:
             except (LinkError, RemoteError):
                 continue  # it will hear of it from someone else, or notice that it is behind
 
-    async def _take_over(self, record: m.CommitRecord, previous: m.CommitRecord | None) -> None:
+    async def _take_over(self, record: m.CommitRecord, known: m.CommitRecord | None) -> None:
         async with self.commit_lock:
-            if record.step == -1:
-                if self.versions.newest.num_commits == 0:
-                    newest = self.versions.newest
-                    self.versions.replace(
-                        make_version(record, self.compute.layout, newest.masters, self.compute.dtype),
-                        self.versions.optimizer,
-                    )
+            set_back = known is not None and (record.era > known.era or record.step <= known.step)
+            if set_back:
+                assert known is not None
+                self._forget(known, record)
+            if record.step == -1 or set_back or (known is None and record.era > 0):
+                state = await self.restore(record) if self.queued is None else None
+                if state is not None:
+                    self.versions.replace(state)
+                    await self.refresh_digest()
+                elif self.queued is not None:
+                    self.queued.clear()
             elif self.queued is not None:
                 await self._queue(record)
             elif record.previous_head == self.versions.newest.head:
@@ -352,6 +360,16 @@ class StageMember:
                 callback(record)
             async with self.committed:
                 self.committed.notify_all()
+
+    def _forget(self, known: m.CommitRecord, record: m.CommitRecord) -> None:
+        """Another lineage or era replaces what was committed: loudly, and counted."""
+        self.discarded_steps += known.step - record.step
+        logger.error(
+            "step %d of era %d replaces step %d of era %d: %d committed steps are discarded",
+            record.step, record.era, known.step, known.era, known.step - record.step,
+        )  # fmt: skip
+        self._steps.clear()
+        self._last_average = None
 
     async def _apply(self, record: m.CommitRecord) -> None:
         average = await self._average_of(record)
@@ -452,12 +470,13 @@ def stage_result(
     term: m.Term, seals: tuple[m.Seal, ...], digest: str, sum_squares: float, holders: tuple[m.Member, ...]
 ) -> m.StageResult:
     """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
+    coverage = coverage_of(seals)
     return m.StageResult(
         attempt=term,
         average_digest=digest,
         sum_squares=sum_squares,
-        num_tickets=sum(len(seal.ledger) + len(seal.overflow) for seal in seals),
-        num_overflow=sum(len(seal.overflow) for seal in seals),
+        num_tickets=len(coverage.covered),
+        num_overflow=len(coverage.overflow),
         tokens=sum(seal.tokens for seal in seals),
         loss_sum=sum(seal.loss_sum for seal in seals),
         holders=holders,

@@ -12,6 +12,7 @@ from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
 from swarm.peer.membership import Membership
 from swarm.peer.micro_batches import MicroBatchServer
+from swarm.peer.restore import RestorePoints
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.stage_leader import StageLeader
 from swarm.peer.stage_member import StageMember
@@ -73,6 +74,7 @@ class StagePeer:
         )
         self.micro_batches.accepting = lambda: self.membership.serving
         StateDonor(self.link, self.member)
+        RestorePoints(self.link, self.member, state_dir)
         RunInfoServer(self.link, record=lambda: self.member.record, status=self._status)
         self.member.on_commit.append(self._checkpoint)
         self._stopped = asyncio.Event()
@@ -103,14 +105,12 @@ class StagePeer:
             self._tasks.start(self._write(self._state_dir), f"checkpoint of step {record.step + 1}")
 
     async def _write(self, root: Path) -> None:
-        version, optimizer = self.member.versions.newest, self.member.versions.optimizer
-        context = self.context
+        state, context = self.member.versions.state(), self.context
 
         def job() -> Path:
             return write_checkpoint(
-                root, self.stage, version, optimizer, self.member.compute.layout, context.config,
-                config_bytes=context.config_bytes,
-            )  # fmt: skip
+                root, self.stage, state, self.member.compute.layout, context.config, config_bytes=context.config_bytes
+            )
 
         try:
             path = (await self._background.run(job, Priority.EVALUATION)).value

@@ -19,7 +19,7 @@ from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.stage.optimizer import OptimizerState
-from swarm.stage.versions import Version, make_version
+from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame
@@ -31,18 +31,18 @@ PIN_S = 60.0
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
+def _tensors(state: StageState) -> dict[str, torch.Tensor]:
+    tensors = {"masters": state.version.masters, "first": state.optimizer.first, "second": state.optimizer.second}
+    if state.previous is not None:
+        tensors["previous"] = state.previous.masters
+    return tensors
+
+
 @dataclass
 class _Pin:
-    version: Version
-    optimizer: OptimizerState
+    tensors: dict[str, torch.Tensor]
     manifest: m.StateManifest
     until: float
-
-    def tensor(self, name: str) -> torch.Tensor:
-        tensors = {"masters": self.version.masters, "first": self.optimizer.first, "second": self.optimizer.second}
-        if name not in tensors:
-            raise Refuse("unknown", f"the snapshot has no tensor {name!r}")
-        return tensors[name]
 
 
 class StateDonor:
@@ -65,21 +65,21 @@ class StateDonor:
         self._expire(now)
         if not member.up_to_date or member.versions.newest.record.step < message.min_step:
             raise Refuse("behind", f"this peer holds step {member.versions.newest.record.step}")
-        version, optimizer = member.versions.newest, member.versions.optimizer
-        pin = self._pins.get(version.head)
+        state = member.versions.state()
+        pin = self._pins.get(state.version.head)
         if pin is None:
             if len(self._pins) >= MAX_PINS:
                 raise Refuse("busy", f"{MAX_PINS} snapshots are being served; ask another member")
             progress.follow(lambda: member.background.finished)
-            tensors = {"masters": version.masters, "first": optimizer.first, "second": optimizer.second}
             entries = []
-            for name, tensor in tensors.items():
+            for name, tensor in _tensors(state).items():
                 digest = await member.background.run(lambda t=tensor: digest_of([t]), Priority.CONTROL)  # type: ignore[misc]
                 entries.append((name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), digest.value))
             manifest = m.StateManifest(
-                record=version.record, entries=tuple(entries), num_updates=optimizer.num_updates
-            )
-            pin = self._pins[version.head] = _Pin(version, optimizer, manifest, 0.0)
+                record=state.version.record, previous=state.previous.record if state.previous else None,
+                entries=tuple(entries), num_updates=state.optimizer.num_updates,
+            )  # fmt: skip
+            pin = self._pins[state.version.head] = _Pin(_tensors(state), manifest, 0.0)
         pin.until = now + PIN_S
         return pin.manifest
 
@@ -91,14 +91,16 @@ class StateDonor:
         if pin is None:
             raise Refuse("unknown", "no such snapshot is pinned here")
         pin.until = now + PIN_S
-        part = pin.tensor(message.name)[message.offset : message.offset + min(message.length, CHUNK_ELEMENTS)]
+        if message.name not in pin.tensors:
+            raise Refuse("unknown", f"the snapshot has no tensor {message.name!r}")
+        part = pin.tensors[message.name][message.offset : message.offset + min(message.length, CHUNK_ELEMENTS)]
         spec, buffer = encode_tensor(message.name, part.detach().cpu(), "raw", "state")
         return Frame(m.StateChunk(tensors=(spec,)), (buffer,))
 
 
 async def download(
     link: Link, member: StageMember, donors: Sequence[m.Member], *, min_step: int
-) -> tuple[Version, OptimizerState]:
+) -> StageState:
     """A verified snapshot of step `min_step` or newer from one of `donors`.
 
     Raises:
@@ -115,7 +117,7 @@ async def download(
 
 async def _download_from(
     link: Link, member: StageMember, donor: m.Member, *, min_step: int
-) -> tuple[Version, OptimizerState]:
+) -> StageState:
     run, stage = link.context.run, member.stage
     timing = link.context.config.timing
     offer = m.StateOffer(run=run, stage=stage, min_step=min_step)
@@ -141,7 +143,11 @@ async def _download_from(
         if found != digest:
             raise RemoteError(f"{name}: the digest differs from the one announced")
         tensors[name] = flat.to(member.compute.device)
-    if set(tensors) != {"masters", "first", "second"}:
+    if set(tensors) - {"previous"} != {"masters", "first", "second"}:
         raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
-    version = make_version(manifest.record, member.compute.layout, tensors["masters"], member.compute.dtype)
-    return version, OptimizerState(tensors["first"], tensors["second"], manifest.num_updates)
+    layout, compute_dtype = member.compute.layout, member.compute.dtype
+    previous = None
+    if manifest.previous is not None and "previous" in tensors:
+        previous = make_version(manifest.previous, layout, tensors["previous"], compute_dtype)
+    version = make_version(manifest.record, layout, tensors["masters"], compute_dtype)
+    return StageState(version, OptimizerState(tensors["first"], tensors["second"], manifest.num_updates), previous)

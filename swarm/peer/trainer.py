@@ -118,6 +118,8 @@ class Trainer:
         self._last_commit_at = 0.0
         self._running: dict[Ticket, asyncio.Task[None]] = {}
         self._done: dict[Ticket, bool] = {}
+        #: Peers that found a ticket's numbers not finite: others are asked for a second opinion.
+        self._avoid: dict[Ticket, frozenset[str]] = {}
         self._evaluated: tuple[int, float, int] | None = None
         self._wake = asyncio.Event()
         self._report = asyncio.Event()
@@ -197,7 +199,8 @@ class Trainer:
         evaluated = self._evaluated
         request = m.Lease(
             run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
-            known_step=self.record.step if self.record is not None else -2, done=tuple(done.items()),
+            known_step=self.record.step if self.record is not None else -2,
+            known_era=self.record.era if self.record is not None else 0, done=tuple(done.items()),
             holding=tuple(self._running), want=want, retries=self._retries, evaluated=evaluated, leaving=leaving,
         )  # fmt: skip
         timing = self.config.timing
@@ -229,6 +232,7 @@ class Trainer:
                 continue
             self.waiting_for = leased.waiting_for
             record = self.record
+            self._avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
             for ticket in leased.tickets:
                 if ticket not in self._running and record is not None:
                     self._running[ticket] = self._tasks.start(self._serve(ticket), f"ticket {tuple(ticket)}", vital=True)
@@ -259,16 +263,21 @@ class Trainer:
 
     def _take(self, leased: m.Leased) -> None:
         loop = asyncio.get_running_loop()
-        for record in sorted(leased.records, key=lambda r: r.step):
-            if self.record is not None and record.step <= self.record.step:
+        for record in sorted(leased.records, key=lambda r: (r.era, r.step)):
+            known = self.record
+            if not record.newer_than(known):
                 continue
             self.record = record
             self._wiring.set_record(record)
             if self._first_step is None:
                 self._first_step = record.step + 1
-            for ticket in [t for t in self._running if t.step <= record.step]:
+            set_back = known is not None and (record.era > known.era or record.step <= known.step)
+            for ticket in [t for t in self._running if t.step <= record.step or set_back]:
                 self._running[ticket].cancel()
-            if record.step >= 0:
+            if set_back:
+                logger.error("the run was set back to step %d", record.step + 1)
+                self._done.clear()
+            elif record.step >= 0:
                 now = loop.time()
                 self._on_step(StepReport(record, now - self._last_commit_at, self._retries))
                 self._last_commit_at, self._retries = now, 0
@@ -293,6 +302,7 @@ class Trainer:
                 self._control.completed(asyncio.get_running_loop().time())
         finally:
             self._running.pop(ticket, None)
+            self._avoid.pop(ticket, None)
             self._report.set()
             self._wake.set()
 
@@ -342,7 +352,8 @@ class Trainer:
         """
         loop = asyncio.get_running_loop()
         num_samples = tensors[0].shape[0] if tensors[0].shape else 1
-        route = self._wiring.route(num_samples, now=loop.time(), downstream=downstream)
+        avoid = self._avoid.get(ticket, frozenset()) if mode == "train" else frozenset()
+        route = self._wiring.route(num_samples, now=loop.time(), downstream=downstream, avoid=avoid)
         if isinstance(route, int):
             raise RemoteError(f"stage {route} has no peer that may be tried now")
         downstream.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})

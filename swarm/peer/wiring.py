@@ -24,18 +24,24 @@ class Wiring:
             self._members[stage] = {x.key: x for x in record.members[stage] if x.ready}
             router.set_members(self._members[stage])
 
-    def route(self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None) -> m.Route | int:
+    def route(
+        self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None,
+        avoid: frozenset[str] = frozenset(),
+    ) -> m.Route | int:  # fmt: skip
         """Candidates for every stage, or the first stage that has none at `now`.
 
         Args:
             num_samples: size of the micro-batch, for the work that is reserved.
             now: seconds on the trainer's clock.
             downstream: for a re-issued ticket, the peer that served each stage before: it is asked first.
+            avoid: peers that are asked last.
         """
         route = []
         for stage, router in enumerate(self._routers):
             peer = (downstream or {}).get(stage)
-            first = next((key for key in self._members[stage] if key[0] == peer), None) if peer else None
+            first = next((key for key in self._members[stage] if key[0] == peer and peer not in avoid), None)
+            if first is None and avoid:
+                first = next((key for key in self._members[stage] if key[0] not in avoid), None)
             keys = router.candidates(num_samples, now=now, first=first)
             if not keys:
                 return stage

@@ -5,6 +5,8 @@ Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from swarm.lifecycle.step import Entry, Ledger
@@ -22,8 +24,10 @@ class Accumulator:
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
 
-    def add(self, index: int, entry: Entry, gradients: list[torch.Tensor | None]) -> str:
-        """Check the claim, add the gradient and mark the ticket, as one job.
+    def add(
+        self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
+    ) -> Literal["accumulated", "overflow", "denied"]:
+        """Check the claim, add the gradient (divided by the loss scale) and mark the ticket, as one job.
 
         Returns:
             "accumulated"; "overflow" if a gradient is not finite (ledgered, not added); "denied" without a valid claim.
@@ -36,21 +40,21 @@ class Accumulator:
             self.ledger.add(index, entry, overflow=True)
             return "overflow"
         try:
-            self.add_all(gradients)
+            self.add_all(gradients, 1.0 / loss_scale)
         except BaseException:
             self.discard()
             raise
         self.ledger.add(index, entry)
         return "accumulated"
 
-    def add_all(self, gradients: list[torch.Tensor | None]) -> None:
+    def add_all(self, gradients: list[torch.Tensor | None], factor: float = 1.0) -> None:
         """Add one micro-batch's gradients to the sum; an exception leaves it spoilt."""
         if self._flat is None:
             self._flat = torch.zeros(self._layout.num_elements, dtype=self._dtype, device=self._device)
             self._views = self._layout.views(self._flat)
         for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is not None:
-                view.add_(gradient)
+                view.add_(gradient, alpha=factor)
 
     def discard(self) -> None:
         self.ledger.discard()

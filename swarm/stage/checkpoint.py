@@ -1,7 +1,8 @@
 """Committed stage state on disk: safetensors, written atomically, each directory bound to one head.
 
-Layout: `<root>/checkpoints/stage-<k>/step-<n>/{parameters,optimizer}.safetensors` and `checkpoint.json` (record, stage,
-configuration). A directory appears under its name only when it is complete. Knows no network.
+Layout: `<root>/checkpoints/stage-<k>/step-<n>/{parameters,optimizer}.safetensors` (and `previous.safetensors` with
+`delay_steps = 1`) and `checkpoint.json` (records, stage, configuration, digests).
+A directory appears under its name only when it is complete. Knows no network.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from swarm.base.errors import ConfigError, StorageError
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.optimizer import OptimizerState
-from swarm.stage.versions import Version
+from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import CommitRecord
 
 
@@ -33,7 +34,20 @@ class StageCheckpoint:
     directory: Path
     stage: int
     record: CommitRecord
+    previous: CommitRecord | None
+    num_updates: int
+    digests: dict[str, str]
     config_bytes: bytes
+
+    def _load(self, name: str) -> dict[str, torch.Tensor]:
+        path = self.directory / f"{name}.safetensors"
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"{path}: {error}") from None
+        if digest_of(tensors[key] for key in sorted(tensors)) != self.digests.get(name):
+            raise StorageError(f"{path}: the digest differs from the one written with it")
+        return tensors
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameters by name, in the masters' dtype.
@@ -41,44 +55,62 @@ class StageCheckpoint:
         Raises:
             StorageError: if the file is missing, truncated or not what was written.
         """
-        path = self.directory / "parameters.safetensors"
-        meta = json.loads((self.directory / "checkpoint.json").read_text())
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"{path}: {error}") from None
-        if digest_of(tensors[name] for name in sorted(tensors)) != meta["parameters_digest"]:
-            raise StorageError(f"{path}: the digest differs from the one written with it")
-        return tensors
+        return self._load("parameters")
+
+    def state(self, layout: Layout, *, record: CommitRecord, dtype: torch.dtype, device: str) -> StageState:
+        """The whole state, as it was committed; its version carries `record` (of the same head).
+
+        Raises:
+            StorageError: if a file is damaged, or is that of another model.
+        """
+
+        def flat(tensors: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
+            try:
+                named = [tensors[prefix + name] for name in layout.names]
+                masters = {t.dtype for t in named}
+                if len(masters) > 1:
+                    raise ValueError("tensors of several dtypes")
+                return layout.flatten(named, dtype=named[0].dtype if named else torch.float32, device=device)
+            except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+                raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
+
+        moments = self._load("optimizer")
+        optimizer = OptimizerState(flat(moments, "first/"), flat(moments, "second/"), self.num_updates)
+        previous = None
+        if self.previous is not None:
+            previous = make_version(self.previous, layout, flat(self._load("previous")), dtype)
+        return StageState(make_version(record, layout, flat(self.parameters()), dtype), optimizer, previous)
 
 
 def write_checkpoint(
-    root: Path, stage: int, version: Version, optimizer: OptimizerState, layout: Layout, config: RunConfig, *,
-    config_bytes: bytes,
-) -> Path:  # fmt: skip
+    root: Path, stage: int, state: StageState, layout: Layout, config: RunConfig, *, config_bytes: bytes
+) -> Path:
     """Write one stage's committed state and prune all but the newest `checkpoint_keep`.
 
     Raises:
         StorageError: if the disk refuses; what was there before is intact.
     """
+    version, optimizer = state.version, state.optimizer
     parent = root / "checkpoints" / f"stage-{stage}"
     target = parent / f"step-{version.num_commits:08d}"
     partial = parent / f".partial-{version.num_commits:08d}-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        parameters = {n: t.detach().cpu().contiguous() for n, t in layout.named(version.masters).items()}
-        moments: dict[str, torch.Tensor] = {}
-        for kind, flat in (("first", optimizer.first), ("second", optimizer.second)):
-            moments |= {f"{kind}/{n}": t.detach().cpu().contiguous() for n, t in layout.named(flat).items()}
-        save_file(_unshared(parameters), partial / "parameters.safetensors", metadata={"format": "pt"})
-        save_file(_unshared(moments), partial / "optimizer.safetensors", metadata={"format": "pt"})
+        files = {
+            "parameters": _named(layout, version.masters),
+            "optimizer": {**_named(layout, optimizer.first, "first/"), **_named(layout, optimizer.second, "second/")},
+        }
+        if state.previous is not None:
+            files["previous"] = _named(layout, state.previous.masters)
+        for name, tensors in files.items():
+            save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
         meta = {
             "stage": stage,
             "num_updates": optimizer.num_updates,
             "record": version.record.model_dump(mode="json"),
+            "previous": state.previous.record.model_dump(mode="json") if state.previous is not None else None,
             "config": config_bytes.decode(),
-            "parameters_digest": digest_of(parameters[name] for name in sorted(parameters)),
-            "optimizer_digest": digest_of(moments[name] for name in sorted(moments)),
+            "digests": {name: digest_of(tensors[key] for key in sorted(tensors)) for name, tensors in files.items()},
         }
         (partial / "checkpoint.json").write_text(json.dumps(meta))
         for file in partial.iterdir():
@@ -95,9 +127,9 @@ def write_checkpoint(
     return target
 
 
-def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of one flat tensor as tensors of their own: safetensors refuses shared memory."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Parameters by name as tensors of their own: safetensors refuses views of shared memory."""
+    return {prefix + name: view.detach().cpu().clone() for name, view in layout.named(flat).items()}
 
 
 def scan(roots: Iterable[Path]) -> list[StageCheckpoint]:
@@ -113,9 +145,17 @@ def scan(roots: Iterable[Path]) -> list[StageCheckpoint]:
         for path in sorted(root.glob("**/checkpoints/stage-*/step-*/checkpoint.json")):
             try:
                 meta = json.loads(path.read_text())
-                record = CommitRecord.model_validate(meta["record"])
-                found.append(StageCheckpoint(path.parent, int(meta["stage"]), record, meta["config"].encode()))
-            except (OSError, ValueError, KeyError) as error:
+                previous = meta["previous"]
+                found.append(StageCheckpoint(
+                    directory=path.parent,
+                    stage=int(meta["stage"]),
+                    record=CommitRecord.model_validate(meta["record"]),
+                    previous=None if previous is None else CommitRecord.model_validate(previous),
+                    num_updates=int(meta["num_updates"]),
+                    digests=dict(meta["digests"]),
+                    config_bytes=meta["config"].encode(),
+                ))  # fmt: skip
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{path}: not a checkpoint description: {error}") from None
     return found
 

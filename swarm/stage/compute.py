@@ -19,8 +19,8 @@ from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory, Tensors
 from swarm.stage.versions import Version
 
-PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-MASTER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
+PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MASTER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 
@@ -59,11 +59,10 @@ class StageCompute:
         self.dtype = PRECISION_DTYPES[precision]
         self.master_dtype = MASTER_DTYPES[precision]
         self._seed = seed
+        self._factory = factory
         module = factory.build(stage)
         self.layout = Layout.of(module)
-        self.initial_masters = self.layout.flatten(
-            (p for p in module.parameters() if p.requires_grad), dtype=self.master_dtype, device=device
-        )
+        self._first_masters: torch.Tensor | None = self._masters_of(module)
         for parameter in module.parameters():  # values live in versions; the module keeps only its shape
             if parameter.requires_grad:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
@@ -74,6 +73,16 @@ class StageCompute:
         for name, child in self._module.named_modules():
             if isinstance(child, _DROPOUTS) and child.p > 0:
                 child.register_forward_pre_hook(self._seed_dropout(name))
+
+    def initial_masters(self) -> torch.Tensor:
+        """The initial values, flat [N]; handed out once, then built again, since they are hardly ever needed."""
+        masters, self._first_masters = self._first_masters, None
+        return masters if masters is not None else self._masters_of(self._factory.build(self.stage))
+
+    def _masters_of(self, module: torch.nn.Module) -> torch.Tensor:
+        return self.layout.flatten(
+            (p for p in module.parameters() if p.requires_grad), dtype=self.master_dtype, device=self.device
+        )
 
     def show_progress(self, executor: Executor) -> None:
         """Have every parametrised submodule's forward advance the executor's counter: slowness is not death."""
@@ -141,7 +150,8 @@ class StageCompute:
 
         Args:
             activation: from `forward`; its outputs are let go.
-            output_gradients: by output name, or None at the last stage (the loss sum's gradient is one).
+            output_gradients: by output name, or None at the last stage (the loss sum's gradient is the version's loss
+                scale: all gradients of the micro-batch are multiplied with it).
         """
         outputs = activation.outputs
         if outputs is None or not any(t.requires_grad for t in outputs.values()):
@@ -149,7 +159,8 @@ class StageCompute:
             activation.recomputed = True
         activation.outputs = None
         if output_gradients is None:
-            heads, seeds = [outputs["loss_sum"]], [torch.ones_like(outputs["loss_sum"])]
+            scale = activation.version.record.loss_scale
+            heads, seeds = [outputs["loss_sum"]], [torch.full_like(outputs["loss_sum"], scale)]
         else:
             names = [n for n, t in outputs.items() if t.requires_grad and n in output_gradients]
             heads = [outputs[n] for n in names]

@@ -39,6 +39,19 @@ def make_version(record: CommitRecord, layout: Layout, masters: torch.Tensor, dt
     return Version(record, masters, named)
 
 
+@dataclass(frozen=True)
+class StageState:
+    """All that a peer needs to go on from a head: what snapshots and checkpoints hold.
+
+    `previous` is the version before, which the next step's tickets use with `delay_steps = 1`; None otherwise, and at
+    the initial values.
+    """
+
+    version: Version
+    optimizer: OptimizerState
+    previous: Version | None = None
+
+
 class VersionStore:
     """The newest `keep` versions, and the newest one's optimizer state."""
 
@@ -63,7 +76,12 @@ class VersionStore:
         self.optimizer = optimizer
         del self._versions[: -self._keep]
 
-    def replace(self, version: Version, optimizer: OptimizerState) -> None:
-        """Start again from a downloaded version."""
-        self._versions = [version]
-        self.optimizer = optimizer
+    def state(self) -> StageState:
+        """References to the newest version and what belongs to it: copies nothing."""
+        previous = self._versions[-2] if self._keep > 1 and len(self._versions) > 1 else None
+        return StageState(self.newest, self.optimizer, previous)
+
+    def replace(self, state: StageState) -> None:
+        """Start again from a downloaded or restored state."""
+        self._versions = [state.version] if state.previous is None else [state.previous, state.version]
+        self.optimizer = state.optimizer

@@ -135,9 +135,15 @@ class StageResult(Part):
 
 
 class CommitRecord(Part):
-    """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results."""
+    """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results.
+
+    Records are ordered by (era, step, smaller head): a peer takes over the newest that it sees. A record that restores
+    an older head has the next era, and the results of the record that it repeats.
+    """
 
     run: RunIdField
+    #: How often the run was set back to an older head.
+    era: Annotated[int, Field(ge=0)] = 0
     step: Annotated[int, Field(ge=-1)]
     head: DigestField
     previous_head: str = ""
@@ -151,6 +157,10 @@ class CommitRecord(Part):
     clip_coefficient: float = 1.0
     learning_rate: float = 0.0
     skipped: bool = False
+    #: What the losses of this version's tickets are multiplied with before the backward (1 except for fp16).
+    loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    #: Steps since the loss scale last changed.
+    scale_age: Annotated[int, Field(ge=0)] = 0
     #: Attempts beyond the first that this step needed.
     reopened: Annotated[int, Field(ge=0)] = 0
 
@@ -158,6 +168,14 @@ class CommitRecord(Part):
     def loss(self) -> float:
         """Mean loss per token in nats."""
         return self.loss_sum / self.tokens if self.tokens else 0.0
+
+    def newer_than(self, other: CommitRecord | None) -> bool:
+        """Does this record replace `other`? The same on every peer, so two lineages that meet become one."""
+        if other is None:
+            return True
+        if (self.era, self.step) != (other.era, other.step):
+            return (self.era, self.step) > (other.era, other.step)
+        return self.head < other.head
 
 
 class Hop(Part):
@@ -442,6 +460,22 @@ class ReducedSlice(Message):
     kind: Literal["reduced_slice"] = "reduced_slice"
 
 
+class Holdings(Message):
+    """The coordinator asks which heads a stage peer could go on from: answered by `Held`."""
+
+    kind: Literal["holdings"] = "holdings"
+    run: RunIdField
+    stage: StageField
+
+
+class Held(Message):
+    """Records whose heads this peer holds in memory or on disk, newest first; every peer can make the initial values."""
+
+    kind: Literal["held"] = "held"
+    member: Member
+    records: Annotated[tuple[CommitRecord, ...], Field(max_length=64)] = ()
+
+
 class FetchAverage(Message):
     """A peer one commit behind copies the average that a record names: answered by `AverageCopy`."""
 
@@ -512,8 +546,9 @@ class Lease(Message):
     run: RunIdField
     trainer: Member
     data_digest: Annotated[str, StringConstraints(max_length=128)] = ""
-    #: Newest step whose record it has (-2: none, not even genesis).
+    #: Step and era of the newest record that it has (-2: none, not even genesis).
     known_step: Annotated[int, Field(ge=-2)] = -2
+    known_era: Annotated[int, Field(ge=0)] = 0
     #: Tickets finished since the last call, with whether every stage said it accumulated them.
     done: Annotated[tuple[tuple[Ticket, bool], ...], Field(max_length=MAX_TICKETS)] = ()
     holding: Annotated[tuple[Ticket, ...], Field(max_length=MAX_TICKETS)] = ()
@@ -533,6 +568,8 @@ class Leased(Message):
     kind: Literal["leased"] = "leased"
     ballot: Ballot
     tickets: Annotated[tuple[Ticket, ...], Field(max_length=MAX_TICKETS)] = ()
+    #: For a ticket that overflowed before, the peers that said so: others are asked first.
+    avoid: Annotated[tuple[tuple[Ticket, tuple[PeerIdField, ...]], ...], Field(max_length=MAX_TICKETS)] = ()
     records: Annotated[tuple[CommitRecord, ...], Field(max_length=256)] = ()
     evaluate: bool = False
     finished: bool = False
@@ -553,10 +590,14 @@ class StateOffer(Message):
 
 
 class StateManifest(Message):
-    """The pinned snapshot: its record, and name, dtype, length and digest of each flat tensor."""
+    """The pinned snapshot: its record, and name, dtype, length and digest of each flat tensor.
+
+    With `delay_steps = 1` it also holds the parameters of the version before, whose record is `previous`.
+    """
 
     kind: Literal["state_manifest"] = "state_manifest"
     record: CommitRecord
+    previous: CommitRecord | None = None
     entries: Annotated[tuple[tuple[NameField, str, int, str], ...], Field(max_length=MAX_TENSORS)]
     #: Optimizer steps taken so far.
     num_updates: Annotated[int, Field(ge=0)] = 0
@@ -584,7 +625,7 @@ AnyMessage = Annotated[
     Union[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
-        Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, FetchAverage, AverageCopy, Commit,
+        Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, Holdings, Held, FetchAverage, AverageCopy, Commit,
         Join, Elect, Elected, Lease, Leased, StateOffer, StateManifest, StateRange, StateChunk,
     ],
     Field(discriminator="kind"),
@@ -592,6 +633,6 @@ AnyMessage = Annotated[
 MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
 REQUEST_KINDS = frozenset({
-    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "fetch_average",
+    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "holdings", "fetch_average",
     "commit", "join", "elect", "lease", "state_offer", "state_range",
 })  # fmt: skip

@@ -178,12 +178,12 @@ class _Accumulator(Accumulator):
         super().__init__(step, compute.layout, dtype=compute.master_dtype, device="cpu")
         self._node = node
 
-    def add_all(self, gradients: list[torch.Tensor | None]) -> None:
+    def add_all(self, gradients: list[torch.Tensor | None], factor: float = 1.0) -> None:
         if self._node.fail_halfway:
             self._node.fail_halfway -= 1
-            super().add_all([gradients[0], *[None for _ in gradients[1:]]])
+            super().add_all([gradients[0], *[None for _ in gradients[1:]]], factor)
             raise RuntimeError("out of memory (injected)")
-        super().add_all(gradients)
+        super().add_all(gradients, factor)
 
 
 class Simulation:
@@ -353,7 +353,7 @@ class Simulation:
         """Until every trainer is done; fails if a peer did."""
         try:
             async with asyncio.timeout(within_s):
-                while not self._all_done():
+                while not self._all_done():  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"not finished within {within_s} s; {self.describe()}") from None

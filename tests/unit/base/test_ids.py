@@ -28,7 +28,9 @@ def test_a_missing_host_is_the_default() -> None:
     assert parse_address(":7000", default_host="0.0.0.0") == Address("0.0.0.0", 7000)
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", "host:http", "host:-1", "host:65536", "host:1.5", "host: 80", "[::1]", "7000"])
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", "host:http", "host:-1", "host:65536", "host:1.5", "host: 80", "[::1]", "7000"]
+)
 def test_what_has_no_port_is_refused_and_shown(text: str) -> None:
     with pytest.raises(ValueError, match="is not HOST:PORT") as raised:
         parse_address(text)

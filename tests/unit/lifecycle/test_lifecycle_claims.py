@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -27,11 +26,12 @@ def seal(who: Member, *ledger: int, overflow: tuple[int, ...] = ()) -> Seal:
 
 
 class Twin:
-    """Facts: (ticket, member) pairs that may be used, and (ticket, member) pairs that are used."""
+    """Facts: (ticket, member) pairs that may be used, that are used, and that were not finite."""
 
     def __init__(self) -> None:
         self.unused: set[tuple[int, str]] = set()
         self.used: set[tuple[int, str]] = set()
+        self.overflowed: set[tuple[int, str]] = set()
         self.struck: set[str] = set()
 
     def holders(self, index: int) -> set[str]:
@@ -40,7 +40,7 @@ class Twin:
     def ask(self, who: Member, index: int) -> str:
         if who not in MEMBERS or who.peer in self.struck:
             return "denied"
-        if any(i == index for i, _ in self.used):
+        if any(i == index for i, _ in self.used) or (index, who.peer) in self.overflowed:
             return "denied"
         if not self.holders(index) - {who.peer}:
             self.unused.add((index, who.peer))
@@ -48,13 +48,13 @@ class Twin:
         return "conflict"
 
     def load(self, seals: list[Seal]) -> None:
-        self.unused, self.used = set(), set()
+        self.unused, self.used, self.overflowed = set(), set(), set()
         for one in seals:
-            mine = {(index, one.member.peer) for index in one.ledger + one.overflow}
-            if {i for i, _ in mine} & {i for i, _ in self.used}:
+            if set(one.ledger) & {i for i, _ in self.used}:
                 self.struck.add(one.member.peer)
             else:
-                self.used |= mine
+                self.used |= {(index, one.member.peer) for index in one.ledger}
+                self.overflowed |= {(index, one.member.peer) for index in one.overflow}
 
     def strike(self, who: Member) -> list[int]:
         self.struck.add(who.peer)
@@ -159,11 +159,18 @@ def test_a_late_give_back_does_not_free_the_new_holder() -> None:
     assert book.ask(MEMBERS[2], 3).holder == MEMBERS[1]
 
 
-@pytest.mark.parametrize("kind", ["ledger", "overflow"])
-def test_a_ticket_in_two_ledgers_strikes_the_later_member_and_frees_its_others(kind: str) -> None:
+def test_an_overflow_may_be_claimed_by_another_and_never_again_by_the_same() -> None:
+    """Another member says whether the numbers or the first member are to blame."""
     book = ClaimBook(0, Term(), MEMBERS)
-    second = seal(MEMBERS[1], 1, 2) if kind == "ledger" else seal(MEMBERS[1], 2, overflow=(1,))
-    book.load([seal(MEMBERS[0], 0, 1), second])
+    book.load([seal(MEMBERS[0], 0, overflow=(1,)), seal(MEMBERS[1], 2)])
+    assert book.ask(MEMBERS[0], 1).verdict == "denied"
+    assert book.ask(MEMBERS[1], 1).verdict == "granted"
+    assert book.ask(MEMBERS[2], 1).holder == MEMBERS[1]
+
+
+def test_a_ticket_in_two_ledgers_strikes_the_later_member_and_frees_its_others() -> None:
+    book = ClaimBook(0, Term(), MEMBERS)
+    book.load([seal(MEMBERS[0], 0, 1), seal(MEMBERS[1], 1, 2)])
     assert set(book.struck) == {MEMBERS[1].key}
     assert book.ask(MEMBERS[2], 2).verdict == "granted"
     assert book.ask(MEMBERS[2], 1).verdict == "denied"

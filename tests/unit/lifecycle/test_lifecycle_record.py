@@ -10,14 +10,23 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
 from swarm.base.ids import Ballot
-from swarm.lifecycle.record import clip_coefficient, decide, genesis_head, genesis_record, head_of
+from swarm.lifecycle.record import (
+    FIRST_LOSS_SCALE,
+    SCALE_GROWTH_STEPS,
+    clip_coefficient,
+    decide,
+    genesis_head,
+    genesis_record,
+    head_of,
+    restoring_record,
+)
 from swarm.wire.messages import CommitRecord, Member, StageResult, Term
 
 RUN = "1" * 64
 CONFIG = RunConfig(num_stages=2, micro_batch_size=1, target_batch_size=4, max_grad_norm=1.0)
 BALLOT = Ballot(3, "a" * 40)
 MEMBERS = ((Member(peer="a" * 40, incarnation="b" * 16, host="h", port=1),),) * 2
-GENESIS = genesis_record(RUN, BALLOT, MEMBERS)
+GENESIS = genesis_record(CONFIG, RUN, BALLOT, MEMBERS)
 
 
 def result(digit: str = "d", **changes: object) -> StageResult:
@@ -27,7 +36,9 @@ def result(digit: str = "d", **changes: object) -> StageResult:
     return StageResult(**{**values, **changes})
 
 
-def decided(*results: StageResult, config: RunConfig = CONFIG, previous: CommitRecord = GENESIS, **changes: object) -> CommitRecord:
+def decided(
+    *results: StageResult, config: RunConfig = CONFIG, previous: CommitRecord = GENESIS, **changes: object
+) -> CommitRecord:
     values: dict[str, object] = {"ballot": BALLOT, "members": MEMBERS, "learning_rate": 0.1}
     return decide(config, previous, results, **{**values, **changes})  # type: ignore[arg-type]
 
@@ -135,3 +146,46 @@ def test_a_step_whose_norm_is_not_finite_is_skipped() -> None:
     """Each stage's sum of squares is finite, their sum is not."""
     record = decided(result("d", sum_squares=1.7e308), result("e", sum_squares=1.7e308))
     assert (record.skipped, record.clip_coefficient) == (True, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------- the loss scale
+
+HALF = CONFIG.model_copy(update={"precision": "fp16"})
+
+
+def test_only_half_precision_has_a_loss_scale() -> None:
+    assert GENESIS.loss_scale == 1.0
+    assert decided(result("d", num_overflow=1), result("e")).loss_scale == 1.0
+    assert genesis_record(HALF, RUN, BALLOT, MEMBERS).loss_scale == FIRST_LOSS_SCALE
+
+
+def test_an_overflow_halves_the_loss_scale_down_to_one() -> None:
+    record = genesis_record(HALF, RUN, BALLOT, MEMBERS)
+    scales = []
+    for _ in range(20):
+        record = decided(result("d", num_overflow=1), result("e"), config=HALF, previous=record)
+        scales.append(record.loss_scale)
+        assert record.skipped
+    assert scales == [max(1.0, FIRST_LOSS_SCALE / 2**n) for n in range(1, 21)]
+
+
+def test_the_loss_scale_doubles_after_enough_good_steps_in_a_row() -> None:
+    record = genesis_record(HALF, RUN, BALLOT, MEMBERS)
+    for _ in range(SCALE_GROWTH_STEPS - 1):
+        record = decided(result("d"), result("e"), config=HALF, previous=record)
+    assert record.loss_scale == FIRST_LOSS_SCALE
+    interrupted = decided(result("d", num_overflow=1), result("e"), config=HALF, previous=record)
+    interrupted = decided(result("d"), result("e"), config=HALF, previous=interrupted)
+    assert interrupted.loss_scale == FIRST_LOSS_SCALE / 2, "the count starts again"
+    record = decided(result("d"), result("e"), config=HALF, previous=record)
+    assert record.loss_scale == 2 * FIRST_LOSS_SCALE
+    assert decided(result("d"), result("e"), config=HALF, previous=record).loss_scale == 2 * FIRST_LOSS_SCALE
+
+
+def test_a_restoring_record_names_the_same_version_in_the_next_era() -> None:
+    record = decided(result("d"), result("e"))
+    restored = restoring_record(record, era=record.era + 1, ballot=Ballot(9, "f" * 40), members=MEMBERS)
+    assert (restored.head, restored.step, restored.previous_head) == (record.head, record.step, record.previous_head)
+    assert restored.era == record.era + 1
+    following = decided(result("d"), result("f"), previous=restored)
+    assert following.era == restored.era, "what comes after stays in the era"

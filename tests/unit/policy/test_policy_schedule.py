@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from swarm.base.config import RunConfig
@@ -42,7 +44,7 @@ def test_a_quarter_of_the_cosine() -> None:
 def test_the_rate_falls_after_the_warm_up_and_is_never_negative(schedule: str) -> None:
     run = config(lr_schedule=schedule, min_lr_ratio=0.0)
     rates = [learning_rate(run, step) for step in range(3, 30)]
-    assert all(after <= before for before, after in zip(rates, rates[1:], strict=False))
+    assert all(after <= before for before, after in itertools.pairwise(rates))
     assert rates[-1] == pytest.approx(0.0, abs=1e-15)
     assert min(rates) >= 0.0
 

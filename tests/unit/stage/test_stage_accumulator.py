@@ -134,7 +134,7 @@ def test_a_job_that_fails_halfway_discards_everything(broken: list[torch.Tensor 
     assert torch.equal(accumulator.contribution(), torch.full((8,), 3.0, dtype=torch.float64))
 
 
-def test_out_of_memory_halfway_discards_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_halfway_discards_everything() -> None:
     accumulator = made()
     claimed(accumulator, 0, 1)
     accumulator.add(0, ENTRY, gradient(1.0))
@@ -143,7 +143,7 @@ def test_out_of_memory_halfway_discards_everything(monkeypatch: pytest.MonkeyPat
         """Behaves until it is added to something."""
 
         @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
             if func is torch.Tensor.add_:
                 raise torch.OutOfMemoryError("out of memory")
             return super().__torch_function__(func, types, args, kwargs or {})
@@ -152,6 +152,14 @@ def test_out_of_memory_halfway_discards_everything(monkeypatch: pytest.MonkeyPat
         accumulator.add(1, ENTRY, [torch.ones(2, 3), torch.ones(2).as_subclass(Refusing)])
     assert accumulator.contribution() is None
     assert not accumulator.ledger.entries
+
+
+def test_the_loss_scale_is_divided_out_without_rounding_to_half_precision() -> None:
+    """fp16 gradients that only the scale made representable keep their value in the masters' dtype."""
+    accumulator = made(torch.float32)
+    claimed(accumulator, 0)
+    assert accumulator.add(0, ENTRY, gradient(2.0**-20, torch.float16), loss_scale=2.0**14) == "accumulated"
+    assert accumulator.contribution().tolist() == [2.0**-34] * 8
 
 
 def test_the_callers_gradients_are_not_kept() -> None:

@@ -11,7 +11,7 @@ from swarm.base.ids import ZERO_BALLOT
 from swarm.stage.layout import Layout
 from swarm.stage.optimizer import OptimizerState
 from swarm.stage.stash import MemoryBudget
-from swarm.stage.versions import Version, VersionStore, make_version
+from swarm.stage.versions import StageState, Version, VersionStore, make_version
 from swarm.wire.messages import CommitRecord
 
 torch.set_num_threads(1)
@@ -46,10 +46,29 @@ def test_exactly_the_newest_versions_are_kept(keep: int) -> None:
 def test_a_downloaded_version_replaces_all() -> None:
     store = VersionStore(version(-1), state(0), keep=2)
     store.add(version(0), state(1))
-    store.replace(version(7), state(8))
+    store.replace(StageState(version(7), state(8)))
     assert store.newest.num_commits == 8
     assert store.at(1) is None
     assert store.optimizer.num_updates == 8
+
+
+@pytest.mark.parametrize(("keep", "previous"), [(1, None), (2, 1)])
+def test_a_state_is_all_that_the_next_step_needs(keep: int, previous: int | None) -> None:
+    store = VersionStore(version(-1), state(0), keep=keep)
+    assert store.state().previous is None, "before the initial values there was nothing"
+    store.add(version(0), state(1))
+    store.add(version(1), state(2))
+    taken = store.state()
+    assert taken.version is store.newest
+    assert taken.optimizer is store.optimizer
+    assert (taken.previous.num_commits if taken.previous else None) == previous
+    other = VersionStore(version(-1), state(0), keep=keep)
+    other.replace(taken)
+    assert other.newest is taken.version
+    assert other.at(1) is taken.previous
+    other.add(version(2), state(3))
+    assert other.newest.num_commits == 3
+    assert (other.at(2) is not None) is (keep == 2)
 
 
 def test_the_compute_copy_is_leaves_in_the_layouts_order() -> None:
@@ -72,7 +91,7 @@ def test_masters_are_shared_only_where_the_dtype_is_theirs(dtype: torch.dtype, s
 
 
 @given(st.lists(st.integers(0, 60), max_size=30), st.randoms(use_true_random=False))
-def test_the_memory_budget_is_never_exceeded(sizes: list[int], rng) -> None:  # noqa: ANN001
+def test_the_memory_budget_is_never_exceeded(sizes: list[int], rng) -> None:
     budget, held = MemoryBudget(100), []
     for size in sizes:
         fits = sum(held) + size <= 100

@@ -1,0 +1,55 @@
+"""What the seals of one stage cover. Pure; used by the leader for its result and by the coordinator for its decision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarm.base.errors import InternalError
+from swarm.wire.messages import Seal
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Tickets by what is known of them at one stage.
+
+    Invariant: `held` and `overflow` are disjoint; each held ticket is in exactly one ledger (promise 1).
+    """
+
+    held: frozenset[int]
+    #: Not finite according to two members, or to the only one that could be asked.
+    overflow: frozenset[int]
+    #: Not finite according to one member; another should be asked. Ticket -> peer ids that said so.
+    unconfirmed: dict[int, frozenset[str]]
+    #: Peers that called a ticket overflow which another found finite: they are to blame.
+    blamed: frozenset[str]
+
+    @property
+    def covered(self) -> frozenset[int]:
+        return self.held | self.overflow
+
+
+def coverage_of(seals: Iterable[Seal]) -> Coverage:
+    """
+    Raises:
+        InternalError: if a ticket is in two ledgers.
+    """
+    seals = list(seals)
+    held: set[int] = set()
+    said: dict[int, set[str]] = {}
+    for seal in seals:
+        twice = held.intersection(seal.ledger)
+        if twice:
+            raise InternalError(f"tickets {sorted(twice)} are in two ledgers of one stage")
+        held.update(seal.ledger)
+        for index in seal.overflow:
+            said.setdefault(index, set()).add(seal.member.peer)
+    could_be_asked = sum(seal.member.ready for seal in seals)
+    open_ = {index: peers for index, peers in said.items() if index not in held}
+    confirmed = {index for index, peers in open_.items() if len(peers) >= min(2, could_be_asked)}
+    return Coverage(
+        held=frozenset(held),
+        overflow=frozenset(confirmed),
+        unconfirmed={index: frozenset(peers) for index, peers in open_.items() if index not in confirmed},
+        blamed=frozenset(peer for index, peers in said.items() if index in held for peer in peers),
+    )

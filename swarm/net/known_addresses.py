@@ -1,0 +1,156 @@
+"""What a node knows of other addresses: who proved to live there, the token it was given there, how long a reply takes.
+
+Owns the three cheap defences of a UDP protocol: tokens show that an address can be answered at (so that nobody is
+flooded in another's name), proofs show that a node has the key of its id, and measured round trips (RFC 6298) tell a
+lost datagram from a slow one. Must not know sockets, requests or records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarm.base.ids import peer_id_of
+
+TOKEN_BYTES = 8
+#: Public key and signature.
+PROOF_BYTES = 96
+
+_CAPACITY = 8192
+_TOKEN_LIFE_S = 600.0
+
+
+@dataclass(slots=True)
+class Known:
+    """One address."""
+
+    #: The id whose key was proven here; empty until then.
+    node_id: bytes = b""
+    #: What the node here wants to see with a request, to believe that it comes from where it says.
+    token: bytes = b""
+    #: Smoothed, in seconds; None before the first answer.
+    round_trip_s: float | None = None
+    deviation_s: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        if self.round_trip_s is None:
+            self.round_trip_s, self.deviation_s = seconds, seconds / 2
+        else:
+            self.deviation_s += (abs(seconds - self.round_trip_s) - self.deviation_s) / 4
+            self.round_trip_s += (seconds - self.round_trip_s) / 8
+
+
+class KnownAddresses:
+    """A bounded memory of addresses; the one unused for longest is forgotten first.
+
+    Args:
+        least_s: no datagram is taken for lost sooner, however fast the link is: processes stall.
+        most_s: nor later; also what is assumed before the first measurement.
+    """
+
+    def __init__(self, *, least_s: float, most_s: float) -> None:
+        self._least_s = min(least_s, most_s)
+        self._most_s = most_s
+        self._known: OrderedDict[tuple[str, int], Known] = OrderedDict()
+        #: Of all addresses together: stands in for those not measured yet.
+        self._anyone = Known()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, address: tuple[str, int]) -> Known:
+        known = self._known.get(address)
+        if known is None:
+            known = self._known[address] = Known()
+            if len(self._known) > _CAPACITY:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(address)
+        return known
+
+    def observe(self, address: tuple[str, int], seconds: float) -> None:
+        """A reply from `address` came `seconds` after its request."""
+        self.of(address).observe(seconds)
+        self._anyone.observe(seconds)
+
+    def lost_after_s(self, address: tuple[str, int]) -> float:
+        """Seconds after which an unanswered datagram to `address` is more likely lost than slow."""
+        known = self._known.get(address)
+        if known is None or known.round_trip_s is None:
+            known = self._anyone
+        if known.round_trip_s is None:
+            return self._most_s
+        return min(self._most_s, max(self._least_s, known.round_trip_s + 4 * known.deviation_s))
+
+    @property
+    def typical_round_trip_s(self) -> float:
+        """Smoothed over all addresses; 0 before the first answer."""
+        return self._anyone.round_trip_s or 0.0
+
+
+class AddressTokens:
+    """Gives each address a token that only whoever receives there can know; needs no memory of whom it gave one.
+
+    Args:
+        secret: at most 64 bytes that nobody else knows.
+        now: monotonic clock in seconds.
+    """
+
+    def __init__(self, secret: bytes, now: Callable[[], float]) -> None:
+        self._secret = secret
+        self._now = now
+
+    def give(self, address: tuple[str, int]) -> bytes:
+        return self._token(address, self._epoch())
+
+    def accepts(self, address: tuple[str, int], token: bytes) -> bool:
+        """Whether `token` was given to `address` lately."""
+        if len(token) != TOKEN_BYTES:
+            return False
+        epoch = self._epoch()
+        return token in (self._token(address, epoch), self._token(address, epoch - 1))
+
+    def _epoch(self) -> int:
+        return math.floor(self._now() / _TOKEN_LIFE_S)
+
+    def _token(self, address: tuple[str, int], epoch: int) -> bytes:
+        ip, port = address
+        text = f"{ip} {port} {epoch}".encode()
+        return hashlib.blake2b(text, key=self._secret, digest_size=TOKEN_BYTES).digest()
+
+
+def prove(private_key: Ed25519PrivateKey, message_id: bytes, asker_id: bytes, content: bytes) -> bytes:
+    """`PROOF_BYTES` that show to `asker_id`, who chose `message_id`, that the key's owner answered `content`."""
+    signature = private_key.sign(_proven_bytes(message_id, asker_id, content))
+    return private_key.public_key().public_bytes_raw() + signature
+
+
+def is_proven(proof: bytes, node_id: bytes, message_id: bytes, asker_id: bytes, content: bytes) -> bool:
+    """Whether the owner of `node_id` made `proof` for this very answer."""
+    public_key, signature = proof[:32], proof[32:]
+    if bytes.fromhex(peer_id_of(public_key)) != node_id:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _proven_bytes(message_id, asker_id, content))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _proven_bytes(message_id: bytes, asker_id: bytes, content: bytes) -> bytes:
+    return b"swarm dht reply\0" + message_id + asker_id + content
+
+
+def source_of(ip: str) -> str:
+    """What one host, or one customer of a network, cannot easily have many of: an IPv4 address or an IPv6 /64."""
+    address = ipaddress.ip_address(ip)
+    if address.version == 4:
+        return ip
+    return str(ipaddress.ip_address(int(address) >> 64 << 64))

@@ -1,0 +1,35 @@
+"""Which head a run goes on from when a stage was lost, or when everyone starts again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Holding(NamedTuple):
+    """A head that some peer holds; heads are ordered by (era, step)."""
+
+    head: str
+    era: int
+    step: int
+
+
+def newest_complete(stages: Sequence[Mapping[Any, Sequence[Holding]]]) -> tuple[Holding | None, str]:
+    """The newest head that a peer of every stage holds.
+
+    Args:
+        stages: for each stage, what each peer holds.
+
+    Returns:
+        The head, or None if only the initial values are complete; and the reason.
+    """
+    complete: set[Holding] | None = None
+    for peers in stages:
+        held = {holding for holdings in peers.values() for holding in holdings}
+        complete = held if complete is None else complete & held
+    if not complete:
+        short = [k for k, peers in enumerate(stages) if not any(peers.values())]
+        where = f"stages {short} hold nothing" if short else "no head is held by every stage"
+        return None, f"{where}: back to the initial values"
+    best = max(complete, key=lambda h: (h.era, h.step, h.head))
+    return best, f"step {best.step + 1} is the newest that every stage holds"

@@ -1,0 +1,66 @@
+"""Which head a run goes on from: the newest that some peer of every stage holds, with the reason."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.policy.restore import Holding, newest_complete
+
+
+def holding(step: int, era: int = 0, head: str = "") -> Holding:
+    return Holding(head or f"head-{era}-{step}", era, step)
+
+
+def test_the_newest_head_that_every_stage_holds_is_chosen() -> None:
+    first = {"a": [holding(5), holding(7)], "b": [holding(9)]}
+    second = {"c": [holding(7)], "d": [holding(9), holding(5)]}
+    best, reason = newest_complete([first, second])
+    assert best == holding(9)
+    assert "step 10" in reason
+
+
+def test_a_head_that_one_stage_lost_is_not_chosen() -> None:
+    best, _ = newest_complete([{"a": [holding(5), holding(9)]}, {"b": [holding(5), holding(7)]}])
+    assert best == holding(5)
+
+
+def test_a_later_era_wins_over_a_higher_step() -> None:
+    """After a restoration the abandoned steps must not come back."""
+    both = [holding(50, era=0), holding(20, era=1)]
+    best, _ = newest_complete([{"a": both}, {"b": both}])
+    assert best == holding(20, era=1)
+
+
+def test_two_heads_of_one_step_are_never_mixed_and_everyone_chooses_alike() -> None:
+    one, other = holding(5, head="aaa"), holding(5, head="bbb")
+    assert newest_complete([{"a": [one]}, {"b": [other]}])[0] is None
+    forwards, _ = newest_complete([{"a": [one, other]}, {"b": [other, one]}])
+    backwards, _ = newest_complete([{"b": [other, one]}, {"a": [one, other]}])
+    assert forwards == backwards
+    assert forwards in (one, other)
+
+
+def test_without_a_complete_head_the_reason_says_why() -> None:
+    best, reason = newest_complete([{"a": [holding(5)]}, {"b": []}, {}])
+    assert best is None
+    assert "stages [1, 2] hold nothing" in reason
+    best, reason = newest_complete([{"a": [holding(5)]}, {"b": [holding(6)]}])
+    assert best is None
+    assert "no head is held by every stage" in reason
+
+
+HOLDINGS = st.builds(Holding, st.sampled_from("xy"), st.integers(0, 1), st.integers(0, 3))
+STAGES = st.lists(st.dictionaries(st.sampled_from("abc"), st.lists(HOLDINGS, max_size=4), max_size=3), min_size=1, max_size=3)
+
+
+@given(STAGES)
+def test_equals_the_slow_twin(stages: list[dict[str, list[Holding]]]) -> None:
+    everything = {one for peers in stages for held in peers.values() for one in held}
+    complete = [one for one in everything if all(any(one in held for held in peers.values()) for peers in stages)]
+    best, _ = newest_complete(stages)
+    if not complete:
+        assert best is None
+    else:
+        assert best in complete
+        assert (best.era, best.step) == max((one.era, one.step) for one in complete)

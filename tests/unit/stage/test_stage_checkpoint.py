@@ -1,0 +1,412 @@
+"""Checkpoints are written whole or not at all, carry their head, and are never mixed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError, StorageError
+from swarm.base.ids import ZERO_BALLOT
+from swarm.stage import checkpoint as module
+from swarm.stage.checkpoint import StageCheckpoint, find_complete, scan, write_checkpoint
+from swarm.stage.digest import digest_of
+from swarm.stage.layout import Layout
+from swarm.stage.optimizer import OptimizerState
+from swarm.stage.versions import StageState, Version, make_version
+from swarm.wire.messages import CommitRecord
+
+torch.set_num_threads(1)
+
+NUM_STAGES = 3
+CONFIG = RunConfig(num_stages=NUM_STAGES, checkpoint_keep=2)
+LAYOUT = Layout.of(torch.nn.Linear(3, 2))
+
+
+def record_of(num_commits: int, lineage: str) -> CommitRecord:
+    return CommitRecord(
+        run="1" * 64, step=num_commits - 1, head=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
+        ballot=ZERO_BALLOT, members=((),) * NUM_STAGES,
+    )  # fmt: skip
+
+
+def version_of(num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT) -> Version:
+    masters = torch.arange(layout.num_elements, dtype=torch.float32) + 100 * num_commits + value
+    return make_version(record_of(num_commits, lineage), layout, masters, torch.float32)
+
+
+def write(
+    root: Path, stage: int, num_commits: int, *, value: float = 0.0, lineage: str = "a", config: RunConfig = CONFIG,
+    layout: Layout = LAYOUT, previous: Version | None = None,
+) -> Path:  # fmt: skip
+    version = version_of(num_commits, value=value, lineage=lineage, layout=layout)
+    optimizer = OptimizerState(version.masters * 0.5, version.masters * 0.25, num_commits)
+    state = StageState(version, optimizer, previous)
+    return write_checkpoint(root, stage, state, layout, config, config_bytes=b'{"verbatim":  1}')
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", refuse)
+    return
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    directory = write(tmp_path, 1, 20, value=0.5)
+    assert directory == tmp_path / "checkpoints" / "stage-1" / "step-00000020"
+    (found,) = scan([tmp_path])
+    version = version_of(20, value=0.5)
+    assert (found.stage, found.record, found.config_bytes) == (1, version.record, b'{"verbatim":  1}')
+    tensors = found.parameters()
+    assert set(tensors) == {"weight", "bias"}
+    flat = LAYOUT.flatten([tensors[name] for name in LAYOUT.names], dtype=torch.float32, device="cpu")
+    assert torch.equal(flat, version.masters)
+
+
+@pytest.mark.parametrize("with_previous", [False, True])
+def test_the_whole_state_is_restored_as_it_was(tmp_path: Path, with_previous: bool) -> None:
+    previous = version_of(19, value=0.25) if with_previous else None
+    write(tmp_path, 0, 20, value=0.5, previous=previous)
+    (found,) = scan([tmp_path])
+    record = found.record.model_copy(update={"era": 4})
+    state = found.state(LAYOUT, record=record, dtype=torch.bfloat16, device="cpu")
+    written = version_of(20, value=0.5)
+    assert state.version.record == record
+    assert torch.equal(state.version.masters, written.masters)
+    assert state.version.parameters["bias"].dtype == torch.bfloat16
+    assert torch.equal(state.optimizer.first, written.masters * 0.5)
+    assert torch.equal(state.optimizer.second, written.masters * 0.25)
+    assert state.optimizer.num_updates == 20
+    if previous is None:
+        assert state.previous is None
+    else:
+        assert state.previous is not None
+        assert state.previous.record == previous.record
+        assert torch.equal(state.previous.masters, previous.masters)
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 4), torch.nn.Conv1d(3, 2, 1)])
+def test_a_checkpoint_of_another_model_is_a_storage_error(tmp_path: Path, other: torch.nn.Module) -> None:
+    """Written by `other`, read by Linear(3, 2)."""
+    write(tmp_path, 0, 20, layout=Layout.of(other))
+    (found,) = scan([tmp_path])
+    with pytest.raises(StorageError, match="does not fit"):
+        found.state(LAYOUT, record=found.record, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["parameters", "optimizer", "previous"])
+def test_a_truncated_file_of_the_state_is_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, 0, 20, previous=version_of(19)) / f"{name}.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    (found,) = scan([tmp_path])
+    with pytest.raises(StorageError) as raised:
+        found.state(LAYOUT, record=found.record, dtype=torch.float32, device="cpu")
+    assert str(path) in str(raised.value)
+
+
+def test_the_optimizer_is_written_with_its_digest(tmp_path: Path) -> None:
+    directory = write(tmp_path, 0, 20)
+    moments = load_file(directory / "optimizer.safetensors")
+    assert set(moments) == {"first/weight", "first/bias", "second/weight", "second/bias"}
+    assert torch.equal(moments["first/bias"], version_of(20).masters[6:] * 0.5)
+    assert torch.equal(moments["second/weight"], version_of(20).masters[:6].view(2, 3) * 0.25)
+    meta = json.loads((directory / "checkpoint.json").read_text())
+    assert meta["num_updates"] == 20
+    assert meta["digests"]["optimizer"] == digest_of(moments[name] for name in sorted(moments))
+
+
+def test_a_scalar_parameter_is_written_and_read(tmp_path: Path) -> None:
+    scalar = torch.nn.Module()
+    scalar.scale = torch.nn.Parameter(torch.tensor(2.0))
+    write(tmp_path, 0, 20, layout=Layout.of(scalar))
+    (found,) = scan([tmp_path])
+    assert found.parameters()["scale"].shape == ()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept_for_each_stage(tmp_path: Path, keep: int) -> None:
+    config = CONFIG.model_copy(update={"checkpoint_keep": keep})
+    for num_commits in (5, 10, 100, 1000):
+        for stage in (0, 1):
+            write(tmp_path, stage, num_commits, config=config)
+    for stage in (0, 1):
+        kept = sorted(path.name for path in (tmp_path / "checkpoints" / f"stage-{stage}").iterdir())
+        assert kept == [f"step-{n:08d}" for n in (5, 10, 100, 1000)[-keep:]]
+
+
+def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
+    """After a run was restored to an older head, the abandoned later steps must not push out the new ones."""
+    for num_commits in (40, 60):
+        write(tmp_path, 0, num_commits, lineage="a")
+    directory = write(tmp_path, 0, 20, lineage="b")
+    assert directory.is_dir()
+
+
+def test_nothing_partial_remains(tmp_path: Path) -> None:
+    write(tmp_path, 0, 20)
+    names = sorted(path.name for path in (tmp_path / "checkpoints" / "stage-0").rglob("*"))
+    assert names == ["checkpoint.json", "optimizer.safetensors", "parameters.safetensors", "step-00000020"]
+
+
+def test_a_directory_appears_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reader, or a process killed at any of these moments, would find."""
+    write(tmp_path, 0, 20)
+    seen: list[list[int]] = []
+    save, fsync = module.save_file, os.fsync
+
+    def watch() -> None:
+        seen.append([c.record.step + 1 for c in scan([tmp_path])])
+
+    def watched_save(*args: object, **kwargs: object) -> None:
+        watch()
+        save(*args, **kwargs)  # type: ignore[arg-type]
+        watch()
+
+    def watched_fsync(handle: int) -> None:
+        watch()
+        fsync(handle)
+
+    monkeypatch.setattr(module, "save_file", watched_save)
+    monkeypatch.setattr(module.os, "fsync", watched_fsync)
+    write(tmp_path, 0, 40)
+    assert len(seen) >= 7
+    assert all(steps == [20] for steps in seen)
+    assert [c.record.step + 1 for c in scan([tmp_path])] == [20, 40]
+
+
+def test_every_file_reaches_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(module.os, "fsync", lambda handle: (events.append("fsync"), fsync(handle))[1])
+    monkeypatch.setattr(Path, "rename", lambda self, target: (events.append("rename"), rename(self, target))[1])
+    write(tmp_path, 0, 20)
+    assert events[: events.index("rename")].count("fsync") >= 3
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_the_old_checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    write(tmp_path, 0, 20)
+    before = files(tmp_path)
+    request.getfixturevalue("full_disk")
+    with pytest.raises(StorageError, match="No space left on device") as raised:
+        write(tmp_path, 0, 40)
+    assert "step-00000040" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_at_the_first_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        write(tmp_path, 0, 20)
+    assert files(tmp_path) == {}
+    assert scan([tmp_path]) == []
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_disk_that_fills_up_halfway_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    write(tmp_path, 0, 20)
+    before = files(tmp_path)
+    save, calls = module.save_file, iter(range(1, 10))
+
+    def fill_up(tensors: dict[str, torch.Tensor], path: Path, **kwargs: object) -> None:
+        save(tensors, path, **kwargs)  # type: ignore[arg-type]
+        if next(calls) == fails_at:
+            path.write_bytes(path.read_bytes()[:20])
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", fill_up)
+    with pytest.raises(StorageError):
+        write(tmp_path, 0, 20)  # the same step again
+    assert files(tmp_path) == before
+
+
+def test_a_refused_rename_leaves_the_old_checkpoint_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0, 20)
+    before = files(tmp_path)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StorageError, match="Read-only file system"):
+        write(tmp_path, 0, 20, value=1.0)
+    assert files(tmp_path) == before
+
+
+def test_a_state_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file is in the way")
+    with pytest.raises(StorageError, match="cannot write checkpoint"):
+        write(tmp_path / "state", 0, 20)
+    assert (tmp_path / "state").read_text() == "a file is in the way"
+
+
+def test_the_next_checkpoint_succeeds_after_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "full")))
+        with pytest.raises(StorageError):
+            write(tmp_path, 0, 20)
+    write(tmp_path, 0, 20)
+    (found,) = scan([tmp_path])
+    assert found.parameters()["bias"].tolist() == [2006.0, 2007.0]
+
+
+# ---------------------------------------------------------------------------------------------------- finding
+
+
+def heads(found: list[StageCheckpoint]) -> set[str]:
+    return {checkpoint.record.head for checkpoint in found}
+
+
+def test_the_newest_complete_head_is_chosen(tmp_path: Path) -> None:
+    for num_commits, stages in ((20, (0, 1, 2)), (40, (0, 1, 2)), (60, (0, 2))):
+        for stage in stages:
+            write(tmp_path / f"peer{stage}", stage, num_commits, config=CONFIG.model_copy(update={"checkpoint_keep": 9}))
+    found = find_complete([tmp_path])
+    assert [checkpoint.stage for checkpoint in found] == [0, 1, 2]
+    assert heads(found) == {record_of(40, "a").head}
+    asked = find_complete([tmp_path], step=20)
+    assert heads(asked) == {record_of(20, "a").head}
+
+
+def test_parts_are_gathered_from_several_directories(tmp_path: Path) -> None:
+    for stage in range(3):
+        write(tmp_path / f"peer{stage}", stage, 20)
+    roots = [tmp_path / f"peer{stage}" for stage in (2, 0, 1)]
+    assert [checkpoint.stage for checkpoint in find_complete(roots)] == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"at step 20 stages \[1\] are missing"):
+        find_complete(roots[:2])
+
+
+def test_missing_stages_of_the_newest_head_are_named(tmp_path: Path) -> None:
+    write(tmp_path, 1, 20)
+    write(tmp_path, 2, 20)
+    write(tmp_path, 1, 40)
+    with pytest.raises(ConfigError) as raised:
+        find_complete([tmp_path])
+    assert "at step 40 stages [0, 2] are missing" in str(raised.value)
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for stage in range(3):
+        write(tmp_path, stage, 20)
+    with pytest.raises(ConfigError, match="of step 30"):
+        find_complete([tmp_path], step=30)
+
+
+def test_heads_are_never_mixed(tmp_path: Path) -> None:
+    """Two lineages reached the same step; together they would make three stages."""
+    write(tmp_path / "a", 0, 20, lineage="a")
+    write(tmp_path / "a", 1, 20, lineage="a")
+    write(tmp_path / "b", 2, 20, lineage="b")
+    with pytest.raises(ConfigError, match="are missing"):
+        find_complete([tmp_path])
+    write(tmp_path / "c", 0, 20, lineage="b")
+    write(tmp_path / "c", 1, 20, lineage="b")
+    found = find_complete([tmp_path])
+    assert heads(found) == {record_of(20, "b").head}
+    assert [checkpoint.stage for checkpoint in found] == [0, 1, 2]
+
+
+def test_a_missing_directory_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+        scan([tmp_path / "nowhere"])
+
+
+def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint that is complete"):
+        find_complete([tmp_path])
+
+
+# ---------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 40, -1])
+def test_a_truncated_file_is_a_storage_error_that_names_it(tmp_path: Path, num_bytes: int) -> None:
+    directory = write(tmp_path, 0, 20)
+    path = directory / "parameters.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    (found,) = scan([tmp_path])
+    with pytest.raises(StorageError) as raised:
+        found.parameters()
+    assert str(path) in str(raised.value)
+
+
+def test_a_flipped_bit_is_a_storage_error_that_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, 20) / "parameters.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    (found,) = scan([tmp_path])
+    with pytest.raises(StorageError, match="the digest differs") as raised:
+        found.parameters()
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_is_a_storage_error_that_names_it(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, 20) / "parameters.safetensors"
+    (found,) = scan([tmp_path])
+    path.unlink()
+    with pytest.raises(StorageError) as raised:
+        found.parameters()
+    assert str(path) in str(raised.value)
+
+
+def test_a_checkpoint_that_was_pruned_meanwhile_is_a_storage_error(tmp_path: Path) -> None:
+    """Its peer goes on training and writes a newer one while somebody exports this one."""
+    write(tmp_path, 0, 20)
+    (found,) = scan([tmp_path])
+    for num_commits in (40, 60):
+        write(tmp_path, 0, num_commits)
+    assert not found.directory.exists()
+    with pytest.raises(StorageError) as raised:
+        found.parameters()
+    assert str(found.directory) in str(raised.value)
+
+
+WRONG_VALUES = {
+    "record": ["nonsense", 3, [], None], "previous": ["nonsense", 3, []], "stage": ["nonsense", [], None],
+    "num_updates": ["nonsense", [], None], "digests": ["nonsense", 3, None], "config": [3, [], None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG_VALUES.items() for value in values])
+def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(StorageError) as raised:
+        scan([tmp_path])
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value), "an error is one line"
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", "7"])
+def test_a_damaged_description_is_a_storage_error_that_names_it(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    path.write_text(content)
+    with pytest.raises(StorageError) as raised:
+        scan([tmp_path])
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -3,8 +3,8 @@
 The swarm is the real one: `launch_local` with 2 stages of 1 peer (one compute thread each), 1 trainer and 1 backbone.
 The plain loop (`plain_loop.py`) is one process with the same model, data, batch and as many threads in all. Both are
 pinned to the same cores and take turns. CPU-seconds are utime + stime of every process of the tree, `launch_local` and
-its fork servers included, between the commits of two steps; the warm-up steps before are left out, and one more step
-runs after, so that nothing of the end is counted.
+its fork servers included, between the commits of two steps; the warm-up steps before are left out, and a further step has
+begun by then, so that nothing of the end is counted.
 
 The shape of a wider model: --hidden 1024 --ffn 4096 --repetitions 1
 """
@@ -255,8 +255,9 @@ def parse() -> argparse.Namespace:
         ("hidden", 512, "hidden size"), ("ffn", 1408, "size of the feed-forward layer"), ("layers", 8, "layers"),
         ("heads", 8, "attention heads"), ("sequence", 512, "tokens per sample"),
         ("micro-batch", 1, "samples per micro-batch"), ("micro-batches", 8, "micro-batches per step"),
-        ("warmup", 2, "steps that are left out"), ("steps", 3, "steps that are timed"),
+        ("warmup", 2, "steps that are left out"), ("steps", 2, "steps that are timed"),
         ("repetitions", 2, "runs of each case, in turns"), ("cores", 2, "cores that everything is pinned to"),
+        ("budget", 290, "seconds after which no further repetition is begun that would end later"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--compression", nargs="+", choices=("none", "8bit", "fp16", "bf16"), default=["none", "8bit"])
@@ -276,6 +277,10 @@ def main() -> None:
     runs: dict[str, list[Measured]] = defaultdict(list)
     began = time.monotonic()
     for repetition in range(options.repetitions):
+        spent_s = time.monotonic() - began
+        if repetition and spent_s * (repetition + 1) / repetition > options.budget:
+            print(f"  only {repetition} of {options.repetitions} repetitions fit into --budget", file=sys.stderr)
+            break
         for case in cases if repetition % 2 == 0 else reversed(cases):
             run = measure(case, options.warmup, options.steps)
             runs[case.name].append(run)
@@ -289,7 +294,7 @@ def main() -> None:
         "model": f"llama-small, hidden {options.hidden}, ffn {options.ffn}, {options.layers} layers, fp32, byte tokens",
         "batch": f"{options.micro_batches} micro-batches of {options.micro_batch} x {options.sequence} tokens per step",
         "swarm": f"{NUM_STAGES} stages x 1 peer, 1 trainer, 1 backbone",
-        "timed": f"median of {options.steps} steps after {options.warmup}, {options.repetitions} repetitions in turns",
+        "timed": f"median of {options.steps} steps after {options.warmup}, {len(runs['plain'])} repetitions in turns",
     }
     tables = {
         "Throughput and cost (by others: cores that other processes used meanwhile)": rows,

@@ -51,7 +51,7 @@ class Announcer:
 
     def say(self, text: str, **values: Any) -> None:
         """Print `text` after the program's name; as JSON it is joined by `values`."""
-        self.line(f"{self._program}: {text}", **values)
+        self.line(text if self._json else f"{self._program}: {text}", **values)
 
     def line(self, text: str, **values: Any) -> None:
         """Print `text` alone; as JSON it is joined by `values`."""

@@ -23,8 +23,8 @@ _MAX_PARALLEL = 32
 class NearestCrawl(SpiderCrawl):
     """Finds the nodes nearest to `node` that answer.
 
-    A node silent for `slow_s` gives its place to the next nearest, and from then on twice as many are asked at once, so
-    that a table full of dead contacts costs little more than a few `slow_s`. Its request runs on to its time-out.
+    A node silent for its `patience_s` gives its place to the next nearest, and from then on twice as many are asked at
+    once, so that a table full of dead contacts costs little. Its request runs on to its time-out.
 
     Args:
         protocol: kademlia's protocol, whose own node is never asked.
@@ -32,6 +32,7 @@ class NearestCrawl(SpiderCrawl):
         peers: where to start.
         ksize: how many of the nearest are wanted.
         alpha: questions at once.
+        patience_s: how long a node's answer may take before the crawl goes on without it.
         ask: sends the question.
         read: takes a reply's body and the node that sent it and returns the nodes it names; None spoils the reply.
     """
@@ -44,35 +45,45 @@ class NearestCrawl(SpiderCrawl):
         ksize: int,
         alpha: int,
         *,
-        slow_s: float,
+        patience_s: Callable[[Node], float],
         ask: Callable[[Node], ReplyFuture],
         read: Callable[[Node, Any], list[Node] | None],
     ) -> None:
         super().__init__(protocol, node, peers, ksize, alpha)
         self._parallel = alpha
-        self._slow_s = slow_s
+        self._patience_s = patience_s
         self._ask = ask
         self._read = read
+        #: Who was asked, and until when it is not slow.
         self._in_flight: dict[ReplyFuture, tuple[Node, float]] = {}
         self._slow: set[ReplyFuture] = set()
         self._answered: dict[bytes, Node] = {}
         #: Other addresses under which a node was named; tried if the first one is silent.
         self._elsewhere: dict[bytes, list[Node]] = {}
         self._named: set[tuple[bytes, str, int]] = {tuple(peer) for peer in peers}
+        #: Questions after which a node was known, by id: 1 for those to start with.
+        self._depth: dict[bytes, int] = {peer.id: 1 for peer in peers}
+
+    @property
+    def num_hops(self) -> int:
+        """Questions in a row until the nearest node that answered had done so; 0 if none did."""
+        if not self._answered:
+            return 0
+        return self._depth[min(self._answered.values(), key=self.node.distance_to).id]
 
     async def find(self) -> list[Node]:
         """The nearest nodes that answered, nearest first."""
         loop = asyncio.get_running_loop()
         try:
             while self._ask_more(loop.time()):
-                waited_for = [started for future, (_, started) in self._in_flight.items() if future not in self._slow]
+                waited_for = [until for future, (_, until) in self._in_flight.items() if future not in self._slow]
                 if not waited_for and len(self._answered) >= min(self.ksize, _ENOUGH_ANSWERS):
                     break
-                timeout = max(0.0, min(waited_for) + self._slow_s - loop.time()) if waited_for else None
+                timeout = max(0.0, min(waited_for) - loop.time()) if waited_for else None
                 done, _ = await asyncio.wait(self._in_flight, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 for future in done:
                     self._accept(self._in_flight.pop(future)[0], future.result())
-                self._mark_slow(loop.time() - self._slow_s)
+                self._mark_slow(loop.time())
         except asyncio.CancelledError:
             for future in self._in_flight:
                 future.cancel()
@@ -83,7 +94,7 @@ class NearestCrawl(SpiderCrawl):
         num_fresh = sum(future not in self._slow for future in self._in_flight)
         for node in self.nearest.get_uncontacted()[: max(0, self._parallel - num_fresh)]:
             self.nearest.mark_contacted(node)
-            self._in_flight[self._ask(node)] = (node, now)
+            self._in_flight[self._ask(node)] = (node, now + self._patience_s(node))
         return bool(self._in_flight)
 
     def _accept(self, node: Node, reply: Reply | None) -> None:
@@ -93,20 +104,21 @@ class NearestCrawl(SpiderCrawl):
             return
         self._answered[node.id] = node
         self.nearest.push(node)
+        depth = self._depth[node.id] + 1
         for other in named:
             if other.id == self.protocol.source_node.id or tuple(other) in self._named:
                 continue
             self._named.add(tuple(other))
+            self._depth.setdefault(other.id, depth)
             if other in self.nearest:
                 self._elsewhere.setdefault(other.id, []).append(other)
             else:
                 self.nearest.contacted.discard(other.id)
                 self.nearest.push(other)
 
-    def _mark_slow(self, slow_before: float) -> None:
+    def _mark_slow(self, now: float) -> None:
         slow = [
-            future for future, (_, started) in self._in_flight.items()
-            if started <= slow_before and future not in self._slow
+            future for future, (_, until) in self._in_flight.items() if until <= now and future not in self._slow
         ]
         if slow:
             self._parallel = min(2 * self._parallel, _MAX_PARALLEL)

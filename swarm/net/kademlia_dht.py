@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import random
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from swarm.base.errors import ConfigError
+from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import Address
+from swarm.net.contact_file import ContactFile
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
 from swarm.net.kademlia_rpc import RpcTiming
 from swarm.net.kademlia_server import RecordServer, ServerTiming
 from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
+
+log = logging.getLogger(__name__)
 
 
 class KademliaDht(Dht):
@@ -32,11 +37,13 @@ class KademliaDht(Dht):
         host: address to bind; `::` serves IPv4 too.
         port: 0 picks one.
         advertise_host: what `contacts` calls this node. None: the bound host, or for a wildcard what other nodes see.
-        rpc_timeout_s: seconds until a request fails; it is sent three times within.
-        refresh_s: seconds between refreshes of contacts and of records that nobody renewed.
+        rpc_timeout_s: seconds until a request fails; it is sent again meanwhile, as measured round trips suggest.
+        refresh_s: most seconds between refreshes of contacts and of records that nobody renewed.
         bootstrap_retry_s: seconds between attempts to find the first contact.
         replication: nodes that a record is stored at and asked for.
         limits: bounds of what this node stores for others.
+        contacts_path: JSON file in which contacts survive a restart; None keeps none.
+        clock: monotonic seconds, for the lives of records; None is the running loop's time.
     """
 
     def __init__(
@@ -52,6 +59,8 @@ class KademliaDht(Dht):
         bootstrap_retry_s: float = 0.5,
         replication: int = 8,
         limits: StorageLimits | None = None,
+        contacts_path: Path | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._identity = identity
         self._sock = sock
@@ -63,6 +72,8 @@ class KademliaDht(Dht):
         )
         self._replication = replication
         self._limits = limits or StorageLimits()
+        self._contact_file = ContactFile(contacts_path) if contacts_path is not None else None
+        self._clock = clock
         self._counters: Counter[str] = Counter()
         self._verifier = RecordVerifier()
         self._server: RecordServer | None = None
@@ -80,13 +91,16 @@ class KademliaDht(Dht):
             self._sock = await _bind(self._bind)
         self._address = Address(*self._sock.getsockname()[:2])
         storage = RecordStorage(
-            now=asyncio.get_running_loop().time, verifier=self._verifier, limits=self._limits, counters=self._counters
+            now=self._clock or asyncio.get_running_loop().time, verifier=self._verifier, limits=self._limits,
+            counters=self._counters,
         )
         self._server = RecordServer(
-            bytes.fromhex(self._identity.peer_id), storage=storage, verifier=self._verifier, counters=self._counters,
+            self._identity.private_key, storage=storage, verifier=self._verifier, counters=self._counters,
             timing=self._timing, replication=self._replication, rng=random.Random(self._identity.peer_id),
+            on_refresh=self._remember_contacts,
         )
-        await self._server.open(self._sock, bootstrap)
+        remembered = self._contact_file.load() if self._contact_file is not None else []
+        await self._server.open(self._sock, bootstrap, remembered)
 
     async def publish(self, key: str, record: SignedRecord) -> int:
         try:
@@ -95,8 +109,10 @@ class KademliaDht(Dht):
             raise ValueError(str(error)) from None
         return await self._running.set(key, record)
 
-    async def lookup(self, key: str) -> list[PeerRecord]:
-        return await self._running.get(key)
+    async def lookup(self, key: str, *, sample: int | None = None) -> list[PeerRecord]:
+        if sample is None:
+            return await self._running.get(key)
+        return await self._running.lookups.sample(key, sample)
 
     def contacts(self) -> list[Address]:
         router = self._running.protocol.router
@@ -106,16 +122,37 @@ class KademliaDht(Dht):
     def statistics(self) -> dict[str, int]:
         statistics = dict(self._counters)
         if self._server is not None and self._server.protocol is not None:
-            statistics["records"] = self._server.storage.num_records
-            statistics["contacts"] = len(self._server.protocol.router.contacts())
-            statistics["outstanding"] = self._server.protocol.num_outstanding
+            protocol, storage = self._server.protocol, self._server.storage
+            statistics["records"] = storage.num_records
+            statistics["keys"] = storage.num_keys
+            statistics["contacts"] = len(protocol.router.contacts())
+            statistics["outstanding"] = protocol.num_outstanding
+            statistics["known_addresses"] = len(protocol.known)
+            statistics["round_trip_us"] = round(protocol.known.typical_round_trip_s * 1e6)
         return statistics
 
     async def close(self) -> None:
         if self._server is not None:
+            if self._server.protocol is not None:
+                self._remember_contacts()
             await self._server.close()
         if self._sock is not None:
             self._sock.close()
+
+    def _remember_contacts(self) -> None:
+        """Keep them for the next life; if the disk refuses, this one goes on all the same."""
+        contacts = self._running.protocol.router.contacts()
+        if self._contact_file is None or not contacts:
+            return
+        try:
+            self._contact_file.save([
+                Address(contact.ip, contact.port)
+                for contact in sorted(contacts, key=lambda contact: (contact.misses, -contact.seen_at))
+            ])
+        except StorageError as error:
+            if not self._counters["contact_file_failures"]:
+                log.warning("%s", error)
+            self._counters["contact_file_failures"] += 1
 
     @property
     def _running(self) -> RecordServer:

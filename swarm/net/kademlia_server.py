@@ -17,22 +17,24 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kademlia.network import Server
 from kademlia.node import Node
 from kademlia.utils import digest
 
-from swarm.base.ids import Address, PeerId
+from swarm.base.ids import Address, peer_id_of
 from swarm.net import kademlia_wire as wire
-from swarm.net.kademlia_crawl import NearestCrawl
-from swarm.net.kademlia_routing import Contact, plausible_for
+from swarm.net.kademlia_lookups import Lookups
+from swarm.net.kademlia_routing import Contact
 from swarm.net.kademlia_rpc import RecordProtocol, RpcTiming, Stranger
 from swarm.net.record_storage import RecordStorage, RecordVerifier
-from swarm.wire.records import MAX_TTL_S, PeerRecord, RecordRefused, SignedRecord
+from swarm.wire.records import MAX_TTL_S, PeerRecord, SignedRecord
 
 log = logging.getLogger(__name__)
 
 #: Of the holders of a record, so many of the nearest to its key hand it on to newcomers.
 _NUM_CARERS = 2
+_MAX_UNASKED = 256
 #: Stores or pings in flight at once for upkeep.
 _BATCH = 64
 
@@ -42,52 +44,33 @@ class ServerTiming:
     """How a node keeps its place."""
 
     rpc: RpcTiming = field(default_factory=RpcTiming)
-    #: Seconds of silence after which a crawl goes on without a node.
+    #: Seconds of silence after which a crawl goes on without a node, until round trips are measured.
     slow_s: float = 0.2
-    #: Seconds between refreshes; a record that nobody renewed for so long is handed on.
+    #: Most seconds between refreshes; a record that nobody renewed for so long is handed on.
     refresh_s: float = 30.0
     #: Seconds between attempts to find the first contact.
     bootstrap_retry_s: float = 0.5
-
-
-class _Merge:
-    """Newest valid record of each peer under one key, whoever sent it."""
-
-    def __init__(self, key: str, verifier: RecordVerifier, counters: Counter[str]) -> None:
-        self.records: dict[PeerId, PeerRecord] = {}
-        self._key = key
-        self._verifier = verifier
-        self._counters = counters
-
-    def add(self, signed: SignedRecord, remaining_s: float) -> bool:
-        """False if the record is no good: its sender needs no more attention."""
-        try:
-            record = self._verifier.verify(self._key, signed)
-        except RecordRefused as error:
-            self._counters[f"lookup_refused_{error.reason}"] += 1
-            return False
-        old = self.records.get(record.peer)
-        if remaining_s > 0 and (old is None or record.sequence > old.sequence):
-            self.records[record.peer] = record
-        return True
 
 
 class RecordServer(Server):
     """A Kademlia node for signed records.
 
     Args:
-        node_id: 20 bytes.
+        private_key: its public half determines the node id.
         replication: nodes that a record is stored at and asked for.
         storage, verifier, counters: shared with the protocol.
-        rng: spreads refreshes in time; no safety rests on it.
+        rng: spreads refreshes in time and draws samples; no safety rests on it.
+        on_refresh: called after every refresh of the contacts.
     """
 
     protocol: RecordProtocol
     storage: RecordStorage
+    #: Exists from `open` on.
+    lookups: Lookups
 
     def __init__(
         self,
-        node_id: bytes,
+        private_key: Ed25519PrivateKey,
         *,
         storage: RecordStorage,
         verifier: RecordVerifier,
@@ -95,50 +78,88 @@ class RecordServer(Server):
         timing: ServerTiming,
         replication: int,
         rng: random.Random,
+        on_refresh: Callable[[], None] = lambda: None,
     ) -> None:
+        node_id = bytes.fromhex(peer_id_of(private_key.public_key().public_bytes_raw()))
         super().__init__(node_id=node_id, storage=storage)
+        self._private_key = private_key
         self._verifier = verifier
         self._counters = counters
         self._timing = timing
         self._replication = replication
         self._rng = rng
+        self._on_refresh = on_refresh
         self._bootstrap_addresses: list[Address] = []
         self._newcomers: asyncio.Queue[Contact] = asyncio.Queue(maxsize=64)
+        #: New contacts not yet asked for nodes that this one should know, and when to ask them.
+        self._unasked: dict[Contact, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._greetings: set[asyncio.Task[bool]] = set()
 
     def _create_protocol(self) -> RecordProtocol:
         return RecordProtocol(
             self.node, self.storage, self.ksize,
-            timing=self._timing.rpc, counters=self._counters, on_contact=self._on_contact,
+            private_key=self._private_key, timing=self._timing.rpc, rng=self._rng, counters=self._counters,
+            on_contact=self._on_contact,
         )
 
-    async def open(self, sock: socket.socket, bootstrap: Sequence[Address]) -> None:
-        """Serve on `sock`, which this node closes; join through `bootstrap` now, or later if none of it answers."""
+    async def open(self, sock: socket.socket, bootstrap: Sequence[Address], remembered: Sequence[Address] = ()) -> None:
+        """Serve on `sock`, which this node closes; join through `bootstrap` now, or later if none of it answers.
+
+        Args:
+            remembered: contacts of an earlier life; asked too, and forgotten as others are if they stay silent.
+        """
         loop = asyncio.get_running_loop()
         self._bootstrap_addresses = list(bootstrap)
         self.transport, self.protocol = await loop.create_datagram_endpoint(self._create_protocol, sock=sock)
+        self.lookups = Lookups(
+            self.protocol, verifier=self._verifier, counters=self._counters, rng=self._rng,
+            replication=self._replication, alpha=self.alpha, slow_s=self._timing.slow_s,
+        )
+        self.protocol.lost.update(dict.fromkeys((host, port) for host, port in remembered))
         self._tasks = [
             loop.create_task(self._forever(self._keep_up), name="dht upkeep"),
             loop.create_task(self._forever(self._hand_over_to_newcomers), name="dht hand-over"),
         ]
-        if bootstrap:
-            await self.bootstrap(bootstrap)
+        if addresses := dict.fromkeys((*bootstrap, *remembered)):
+            await self.bootstrap(list(addresses))
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._greetings]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks = []
         if self.protocol is not None:
             self.protocol.close()
             self.transport.abort()
 
     async def bootstrap(self, addrs: Sequence[Address]) -> list[Node]:
-        """Make contacts of those of `addrs` that answer, and of the nodes nearest to this one; returns the latter."""
-        resolved = await asyncio.gather(*(self._resolve(address) for address in addrs))
-        nodes = list({tuple(node): node for group in resolved for node in group}.values())
-        await asyncio.gather(*(self.protocol.call_ping(node) for node in nodes))
-        return await self._nearest(self.node, self.ksize)
+        """Make contacts of those of `addrs` that answer, and of the nodes nearest to this one; returns the latter.
+
+        Goes on at the first answer; the silent ones are waited for meanwhile.
+        """
+        waiting = {asyncio.create_task(self._greet(address), name=f"dht greeting {address}") for address in addrs}
+        self._greetings |= waiting
+        for task in waiting:
+            task.add_done_callback(self._greeting_ended)
+        joined = False
+        while waiting and not joined:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            joined = any(not task.cancelled() and task.exception() is None and task.result() for task in done)
+        return await self.lookups.nearest(self.node, self.ksize)
+
+    async def _greet(self, address: Address) -> bool:
+        """Ping what is behind one address now (names are resolved each time); True if anyone answered."""
+        nodes = await self._resolve(address)
+        replies = await asyncio.gather(*(self.protocol.call_ping(node) for node in nodes))
+        return any(reply is not None and reply.node_id != self.node.id for reply in replies)
+
+    def _greeting_ended(self, task: asyncio.Task[bool]) -> None:
+        self._greetings.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._counters["failed_tasks"] += 1
+            log.error("the %s failed", task.get_name(), exc_info=error)
 
     async def _resolve(self, address: Address) -> list[Node]:
         """Every address behind a host name that this socket can send to; none if the name is not known (yet)."""
@@ -155,101 +176,27 @@ class RecordServer(Server):
         ips = {str(info[4][0]).partition("%")[0]: None for info in found}
         return [Stranger(ip, address.port) for ip in ips if self.protocol.can_send_to(ip)]
 
-    # Lookups
-
-    async def _nearest(self, target: Node, width: int) -> list[Node]:
-        """The nodes nearest to `target` that answer, this one not among them."""
-        crawl = self._crawl(
-            target, width,
-            ask=lambda node: self.protocol.call_find_node(node, target),
-            read=lambda node, body: self._read(node, wire.unpack_nodes, body),
-        )
-        return await crawl.find()
-
-    def _crawl(self, target: Node, width: int, *, ask: Any, read: Any) -> NearestCrawl:
-        def read_nodes(node: Node, body: Any) -> list[Node] | None:
-            nodes = read(node, body)
-            if nodes is None:
-                return None
-            return [
-                other for other in nodes if self.protocol.can_send_to(other.ip) and plausible_for(other.ip, node.ip)
-            ]
-
-        peers = self.protocol.router.find_neighbors(target)
-        return NearestCrawl(
-            self.protocol, target, peers, width, self.alpha, slow_s=self._timing.slow_s, ask=ask, read=read_nodes
-        )
-
-    def _read(self, node: Node, unpack: Any, body: Any) -> Any:
-        """`body` unpacked, or None if it is malformed."""
-        try:
-            return unpack(body)
-        except wire.Malformed as error:
-            self._counters[f"dropped_{error}"] += 1
-            return None
+    # Records
 
     async def set(self, key: str, value: SignedRecord) -> int:
         """Store `value` here and at the nearest nodes; returns how many hold it."""
         if self.storage.put(key, value, MAX_TTL_S):
             return 0
-        holders = await self._nearest(Node(digest(key)), self._replication)
+        holders = await self.lookups.nearest(Node(digest(key)), self._replication)
         held = self.storage.find(key, value.peer)
         if held is None or held.signed != value:
             return 0  # it expired, or a newer one came, while the nodes were looked for
         left_s = self.storage.remaining_s(held)
         return 1 + await self._store([(node, key, value, left_s) for node in holders])
 
+    async def get(self, key: str) -> list[PeerRecord]:
+        return await self.lookups.get(key)
+
     async def _store(self, stores: Sequence[tuple[Node, str, SignedRecord, float]]) -> int:
         """Send each record to its node; returns how many of them are held now."""
         futures = [self.protocol.call_store(node, key, (signed, left_s)) for node, key, signed, left_s in stores]
         replies = await asyncio.gather(*futures)
         return sum(reply is not None and reply.body == "" for reply in replies)
-
-    async def get(self, key: str) -> list[PeerRecord]:
-        """The records under `key`, merged from this node and all that the crawl meets."""
-        merge = _Merge(key, self._verifier, self._counters)
-        for held in self.storage.get(key, ()):
-            merge.add(held.signed, self.storage.remaining_s(held))
-        unread: dict[bytes, bytes] = {}
-
-        def read(node: Node, body: Any) -> list[Node] | None:
-            page: wire.Page | None = self._read(node, wire.unpack_page, body)
-            if page is None:
-                return None
-            last = self._merge_page(merge, page, b"")
-            if last is not None:
-                unread[node.id] = last
-            return page.nodes
-
-        crawl = self._crawl(
-            Node(digest(key)), self._replication,
-            ask=lambda node: self.protocol.call_find_value(node, key, b"", with_nodes=True), read=read,
-        )
-        nearest = await crawl.find()
-        await asyncio.gather(
-            *(self._read_on(node, key, unread[node.id], merge) for node in nearest if node.id in unread)
-        )
-        return list(merge.records.values())
-
-    def _merge_page(self, merge: _Merge, page: wire.Page, after: bytes) -> bytes | None:
-        """Merge a page; returns where to read on, None at the end or where the sender stopped making sense."""
-        last = after
-        for signed, remaining_s in page.records:
-            peer = bytes.fromhex(signed.peer)
-            if peer <= last or not merge.add(signed, remaining_s):
-                return None
-            last = peer
-        return last if page.more else None
-
-    async def _read_on(self, node: Node, key: str, after: bytes, merge: _Merge) -> None:
-        """Read one node's further pages; each moves `after` up, so this ends."""
-        last: bytes | None = after
-        while last is not None:
-            reply = await self.protocol.call_find_value(node, key, last, with_nodes=False)
-            page = self._read(node, wire.unpack_page, reply.body) if reply is not None else None
-            if page is None or not page.records:
-                return
-            last = self._merge_page(merge, page, last)
 
     # Upkeep
 
@@ -277,12 +224,33 @@ class RecordServer(Server):
                 contact for contact in self.protocol.router.contacts()
                 if contact.misses or contact.seen_at < quiet_since
             ])
+            if await self._ask_newcomers():
+                refresh_at = min(refresh_at, loop.time() + self._rng.random())
             if loop.time() >= refresh_at:
                 await self._refresh_table()
                 refresh_at = loop.time() + self._refresh_delay_s()
 
+    async def _ask_newcomers(self) -> bool:
+        """Ask new contacts for nodes near this one; True if they name some that should have been known.
+
+        Then two DHTs have met, or a partition has healed, and a refresh must not wait its turn.
+        """
+        now = asyncio.get_running_loop().time()
+        due = [contact for contact, ask_at in self._unasked.items() if ask_at <= now][:_BATCH]
+        for contact in due:
+            del self._unasked[contact]
+        named = await asyncio.gather(*(self.lookups.neighbours_of(contact, self.node) for contact in due))
+        router = self.protocol.router
+        nearest = router.find_neighbors(self.node)
+        horizon = self.node.distance_to(nearest[-1]) if len(nearest) >= self.ksize else 2**160
+        lost = self.protocol.lost
+        return any(
+            router.contact(node.id) is None and self.node.distance_to(node) < horizon and (node.ip, node.port) not in lost
+            for group in named for node in group if node.id != self.node.id
+        )
+
     def _refresh_delay_s(self) -> float:
-        return self._timing.refresh_s * self._rng.uniform(0.8, 1.2)
+        return self._timing.refresh_s * self._rng.uniform(0.5, 0.9)
 
     async def _rejoin(self) -> None:
         """Ask the bootstrap addresses, and some that fell silent: a partition may have healed."""
@@ -303,16 +271,17 @@ class RecordServer(Server):
     async def _refresh_table(self) -> None:
         """Rejoin, walk to this node and to a random one, hand on what nobody renewed."""
         await self._rejoin()
-        await self._nearest(self.node, self.ksize)
-        await self._nearest(Node(self._rng.randbytes(wire.NODE_ID_BYTES)), self.ksize)
+        await self.lookups.nearest(self.node, self.ksize)
+        await self.lookups.nearest(Node(self._rng.randbytes(wire.NODE_ID_BYTES)), self.ksize)
         await self._republish()
+        self._on_refresh()
 
     async def _republish(self) -> None:
         by_key: dict[str, list[SignedRecord]] = {}
         for key, held in self.storage.iter_older_than(self._timing.refresh_s):
             by_key.setdefault(key, []).append(held.signed)
         for key, records in by_key.items():
-            nearest = await self._nearest(Node(digest(key)), self._replication)
+            nearest = await self.lookups.nearest(Node(digest(key)), self._replication)
             if self._cares_for(key, nearest):
                 await self._hand_over([(node, key, signed) for signed in records for node in nearest])
 
@@ -323,6 +292,9 @@ class RecordServer(Server):
         return sum(other.distance_to(target) < own for other in others) < _NUM_CARERS
 
     def _on_contact(self, contact: Contact) -> None:
+        if len(self._unasked) < _MAX_UNASKED:
+            # It may be about to meet others itself.
+            self._unasked[contact] = asyncio.get_running_loop().time() + self._timing.rpc.timeout_s
         if self._newcomers.full():
             self._counters["hand_overs_skipped"] += 1
         else:

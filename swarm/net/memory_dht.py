@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import umsgpack
@@ -34,15 +34,22 @@ class MemoryDhtNetwork:
         rng: decides delays and losses; the same seed gives the same run.
         latency_s: one way, drawn evenly between the two.
         drop: probability that one message is lost, each way.
+        duplicate: probability that a request arrives a second time, later.
     """
 
     def __init__(
-        self, rng: random.Random, *, latency_s: tuple[float, float] = (0.005, 0.02), drop: float = 0.0
+        self,
+        rng: random.Random,
+        *,
+        latency_s: tuple[float, float] = (0.005, 0.02),
+        drop: float = 0.0,
+        duplicate: float = 0.0,
     ) -> None:
         self.rng = rng
         self.verifier = RecordVerifier(capacity=65536)
         self._latency_s = latency_s
         self._drop = drop
+        self._duplicate = duplicate
         self._nodes: dict[Address, MemoryDht] = {}
         #: Nodes reach those of the same island; island 0 is the mainland.
         self._island: dict[Address, int] = {}
@@ -73,6 +80,8 @@ class MemoryDhtNetwork:
             resend_at = started + timeout_s * attempt / _TRANSMISSIONS
             if await self._passes(source, target) and (node := self._nodes.get(target)) is not None:
                 reply = node.serve(request)
+                if self._duplicate and self.rng.random() < self._duplicate:
+                    loop.call_later(self.rng.uniform(*self._latency_s), node.serve, request)
                 if await self._passes(target, source):
                     return reply
             await asyncio.sleep(max(0.0, resend_at - loop.time()))
@@ -96,6 +105,7 @@ class MemoryDht(Dht):
         bootstrap_retry_s: seconds between attempts to find the first contact.
         replication: nodes that a record is stored at and asked for.
         limits: bounds of what this node stores for others.
+        clock: monotonic seconds, for the lives of records; None is the running loop's time.
     """
 
     def __init__(
@@ -109,6 +119,7 @@ class MemoryDht(Dht):
         bootstrap_retry_s: float = 0.5,
         replication: int = 8,
         limits: StorageLimits | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._network = network
         self._peer = identity.peer_id
@@ -118,6 +129,7 @@ class MemoryDht(Dht):
         self._bootstrap_retry_s = bootstrap_retry_s
         self._replication = replication
         self._limits = limits or StorageLimits()
+        self._clock = clock
         self._counters: Counter[str] = Counter()
         self._bootstrap: list[Address] = []
         #: Those who answered longest ago come first.
@@ -131,7 +143,7 @@ class MemoryDht(Dht):
     async def start(self, bootstrap: Sequence[Address]) -> None:
         loop = asyncio.get_running_loop()
         self._storage = RecordStorage(
-            now=loop.time, verifier=self._network.verifier, limits=self._limits, counters=self._counters
+            now=self._clock or loop.time, verifier=self._network.verifier, limits=self._limits, counters=self._counters
         )
         self._bootstrap = [address for address in bootstrap if address != self.address]
         self._network.attach(self.address, self)
@@ -148,10 +160,17 @@ class MemoryDht(Dht):
         held = await asyncio.gather(*(self._store(peer, key, record) for peer in self._nearest(key)))
         return 1 + sum(held)
 
-    async def lookup(self, key: str) -> list[PeerRecord]:
-        newest = {held.record.peer: held.record for held in self._records.get(key, ())}
-        replies = await asyncio.gather(*(self._call(peer, "find", key) for peer in self._nearest(key)))
-        for reply in replies:
+    async def lookup(self, key: str, *, sample: int | None = None) -> list[PeerRecord]:
+        if sample is None:
+            return await self._read(key, "find", key)
+        records = await self._read(key, "sample", key, sample)
+        return self._network.rng.sample(records, min(sample, len(records)))
+
+    async def _read(self, key: str, kind: str, *args: Any) -> list[PeerRecord]:
+        """Ask the nearest nodes and merge what they and this node hold."""
+        newest: dict[PeerId, PeerRecord] = {}
+        replies = await asyncio.gather(*(self._call(peer, kind, *args) for peer in self._nearest(key)))
+        for reply in [*replies, self._answer(kind, args)]:
             for *parts, remaining_s in reply or ():
                 try:
                     record = self._network.verifier.verify(key, SignedRecord(*parts))
@@ -192,20 +211,28 @@ class MemoryDht(Dht):
 
     def serve(self, request: bytes) -> bytes:
         kind, peer, host, port, *args = umsgpack.unpackb(request)
-        self._learn(peer, Address(host, port))
+        address = Address(host, port)
+        self._learn(peer, address)
         reply: Any
         if kind == "hello":
-            reply = [[self._peer, *self.address], *([peer, *address] for peer, address in self._contacts.items())]
+            reply = [[self._peer, *self.address], *([other, *home] for other, home in self._contacts.items())]
         elif kind == "store":
             key, *parts, remaining_s = args
-            reply = self._records.put(key, SignedRecord(*parts), remaining_s)
+            reply = self._records.put(key, SignedRecord(*parts), remaining_s, str(address))
         else:
-            reply = [
-                [held.signed.public_key, held.signed.payload, held.signed.signature, self._records.remaining_s(held)]
-                for held in self._records.get(args[0], ())
-            ]
+            reply = self._answer(kind, args)
         packed: bytes = umsgpack.packb(reply)
         return packed
+
+    def _answer(self, kind: str, args: Sequence[Any]) -> list[list[Any]]:
+        """Records under a key, or those of some peers drawn evenly."""
+        held = self._records.get(args[0], [])
+        if kind == "sample":
+            held = self._network.rng.sample(held, min(args[1], len(held)))
+        return [
+            [one.signed.public_key, one.signed.payload, one.signed.signature, self._records.remaining_s(one)]
+            for one in held
+        ]
 
     async def _ask(self, address: Address, kind: str, *args: Any) -> Any:
         request = umsgpack.packb([kind, self._peer, *self.address, *args])

@@ -475,14 +475,14 @@ class Coordinator:
             if late:
                 logger.info("step %d: leases of tickets %s expired", step, late)
                 await self._notify()
-            if self._doubt and self._now - self._checked > 1.0:
+            if self._now - self._checked > (1.0 if self._doubt else self.config.timing.coordinator_s):
                 self._checked = self._now
                 self._doubt.clear()
                 await self._check_leaders(step)
             await self._wait(self.config.timing.lease_s / 8)
 
     async def _check_leaders(self, step: int) -> None:
-        """Some ticket was not accumulated somewhere: a leader that is gone is replaced now, not at the seal."""
+        """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated."""
 
         async def check(stage: int) -> None:
             leader = self._leader(stage)

@@ -97,7 +97,7 @@ def test_a_run_finishes_though_a_stage_process_is_killed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("number", "code", "within_s"),
-    [(signal.SIGINT, 130, 5.0), (signal.SIGTERM, 143, 5.0), (signal.SIGKILL, -signal.SIGKILL, 10.0)],
+    [(signal.SIGINT, 130, 5.0), (signal.SIGKILL, -signal.SIGKILL, 10.0)],
 )
 def test_a_stopped_swarm_leaves_no_process_port_or_file(
     number: signal.Signals, code: int, within_s: float, tmp_path: Path
@@ -111,6 +111,19 @@ def test_a_stopped_swarm_leaves_no_process_port_or_file(
         swarm.process.send_signal(number)
         assert swarm.process.wait(timeout=within_s) == code
         swarm.assert_nothing_is_left(pids, within_s=within_s - (time.monotonic() - began))
+
+
+def test_a_trainer_that_dies_fails_the_run_with_one_line(tmp_path: Path) -> None:
+    with Swarm(tmp_path, "--stages", 1, "--peers-per-stage", 1, "--steps", 1000) as swarm:
+        swarm.until("step 1/1000")
+        pids = swarm.pids()
+        [trainer] = pids_of(f"^launch_trainer .*{re.escape(str(swarm.state_dir))}")
+        os.kill(trainer, signal.SIGKILL)
+        assert swarm.process.wait(timeout=10.0) == 1
+        swarm.assert_nothing_is_left(pids, within_s=1.0)
+    [line] = swarm.err.read_text().splitlines()
+    assert "trainer-0 ended (killed by SIGKILL)" in line
+    assert str(swarm.state_dir / "logs" / "trainer-0.log") in line
 
 
 def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from swarm.peer.trainer import Trainer
 KINDS = (
     ("kill_stage_peer", 4), ("pause", 4), ("cut", 3), ("cut_one_way", 2), ("isolate", 2), ("hang", 2),
     ("half_backward", 3), ("kill_coordinator", 2), ("kill_trainer", 2), ("newcomer", 2), ("slow", 2),
+    ("partition", 1),
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Schedule:
         rng = random.Random(seed)
         kinds = rng.choices([k for k, _ in KINDS], [w for _, w in KINDS], k=rng.randint(5, 9))
         faults = sorted(
-            (Fault(k, round(rng.uniform(0.0, 2.5), 3), round(rng.uniform(0.05, 12.0), 3), rng.getrandbits(16)) for k in kinds),
+            (Fault(k, round(rng.uniform(0.0, 1.6), 3), round(rng.uniform(0.05, 12.0), 3), rng.getrandbits(16)) for k in kinds),
             key=lambda f: f.at_s,
         )
         lossy = rng.random() < 0.5
@@ -160,6 +161,20 @@ class Faults:
     async def cut_one_way(self, rng: random.Random, for_s: float) -> bool:
         return await self.cut(rng, for_s, one_way=True)
 
+    async def partition(self, rng: random.Random, for_s: float) -> bool:
+        """Two halves that cannot see each other; each may be able to go on alone."""
+        names = sorted(self.simulation.nodes)
+        half = [name for name in names if rng.random() < 0.5]
+        if self.simulation.troubled or not 0 < len(half) < len(names):
+            return False
+        self.simulation.troubled.update(names)
+        self.simulation.partition(half)
+        await asyncio.sleep(for_s)
+        self.simulation.heal_partition()
+        await asyncio.sleep(5.0)
+        self.simulation.troubled.difference_update(names)
+        return True
+
     async def half_backward(self, rng: random.Random, for_s: float) -> bool:
         """The next accumulation of a peer fails after part of the gradient was added, as running out of memory does."""
         rng.choice(self._stage_nodes()).fail_halfway = 1
@@ -204,7 +219,7 @@ async def _run(schedule: Schedule) -> Counter[str]:
         for result in await asyncio.gather(*running, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result
-        check(simulation)
+        check(simulation, lineages=any(f.kind == "partition" for f in schedule.faults))
     finally:
         await simulation.abandon()
     return faults.injected + simulation.network.injected

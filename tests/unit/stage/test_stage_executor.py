@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
 from swarm.base.virtual_time import run_virtual
+from swarm.stage import executor as module
 from swarm.stage.executor import Executor, InlineExecutor, Outcome, Priority, ThreadExecutor
 
 CONTROL, BACKWARD, FORWARD, EVALUATION = Priority
@@ -112,7 +114,7 @@ def test_a_job_that_exhausts_an_iterator_still_answers_its_waiter(run_on: Callab
 
     async def main(executor: Executor) -> None:
         with pytest.raises((RuntimeError, StopIteration)):
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(1.5):
                 await executor.run(lambda: next(iter(())), FORWARD)
 
     run_on(main)
@@ -236,15 +238,24 @@ def test_a_hung_job_does_not_advance_the_counter() -> None:
     on_thread(main)
 
 
-def test_time_in_the_queue_is_told_apart_from_time_at_work() -> None:
+def test_time_in_the_queue_is_told_apart_from_time_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def takes(seconds: float) -> Callable[[], None]:
+        def job() -> None:
+            clock.now += seconds
+
+        return job
+
     async def main(executor: ThreadExecutor) -> None:
-        pause = threading.Event()
-        slow = asyncio.create_task(executor.run(lambda: pause.wait(0.05), FORWARD))
-        quick = asyncio.create_task(executor.run(lambda: None, FORWARD))
-        first, second = await asyncio.gather(slow, quick)
-        assert first.run_s >= 0.045
-        assert second.queue_s >= 0.045
-        assert second.run_s < 0.045
+        blocker = await Blocker(executor).begun()
+        tasks = [asyncio.create_task(executor.run(takes(seconds), FORWARD)) for seconds in (5.0, 2.0)]
+        await queued(*tasks)
+        blocker.let_go()
+        first, second = await asyncio.gather(*tasks)
+        assert (first.queue_s, first.run_s) == (0.0, 5.0)
+        assert (second.queue_s, second.run_s) == (5.0, 2.0)
 
     on_thread(main)
 

@@ -1,0 +1,143 @@
+"""Whole-stage loss, partitions that heal, resume from disk: two histories become one, loudly, and nothing is lost twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from simulation import Simulation, check, small_config
+
+from swarm.base.virtual_time import run_virtual
+
+
+async def after_steps(simulation, steps, *, within_s=200.0):
+    async with asyncio.timeout(within_s):
+        while max(simulation.commits, default=-1) + 1 < steps:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("delay_steps", [0, 1])
+def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, delay_steps):
+    """All holders of stage 1 die; one returns with its state directory. The run goes on from the last checkpoint."""
+    config = small_config(
+        total_steps=9, checkpoint_every=3, checkpoint_copies=2, delay_steps=delay_steps, timing={"stage_lost_s": 10.0}
+    )
+
+    async def main():
+        simulation = Simulation(config, seed=11, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 5)
+        await simulation.kill("stage1.0")
+        await simulation.kill("stage1.1")
+        await asyncio.sleep(3.0)
+        await simulation.add_stage_peer("stage1.0", 1)
+        await simulation.finish()
+        check(simulation, lineages=True)
+        eras = {record.era for record in simulation.commits.values()}
+        assert max(eras) == 1, "the run was not set back"
+        peer = simulation.stage_peers(0)[0]
+        assert 0 < peer.member.discarded_steps <= 3, f"{peer.member.discarded_steps} steps were discarded"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_lost_stage_without_checkpoints_starts_from_the_initial_values():
+    config = small_config(total_steps=4, timing={"stage_lost_s": 5.0})
+
+    async def main():
+        simulation = Simulation(config, seed=12)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await after_steps(simulation, 2)
+        await simulation.kill("stage2.0")
+        await asyncio.sleep(1.0)
+        await simulation.add_stage_peer("stage2.0", 2)
+        await simulation.finish()
+        check(simulation, lineages=True)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_run_resumes_from_disk_after_everyone_was_killed(tmp_path):
+    """CASES row 21: same losses as an uninterrupted run, from the last complete checkpoint on."""
+    config = small_config(total_steps=8, checkpoint_every=2, checkpoint_copies=2)
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 5)
+        await simulation.abandon()
+        before = max(simulation.commits) + 1
+        second = Simulation(config, seed=14, state_dir=tmp_path)
+        await second.start(peers_per_stage=2, trainers=1)
+        await second.finish()
+        first_step = min(r.step for r in second.commits.values()) + 1
+        assert first_step >= before - before % 2 - 2, f"resumed at step {first_step} of {before}"
+        assert first_step > 0, "nothing was resumed"
+        second.commits = {**{s: r for s, r in simulation.commits.items() if s < first_step}, **second.commits}
+        check(second, lineages=True)
+        await second.close()
+
+    run_virtual(main())
+
+
+def test_two_halves_of_a_partition_become_one_lineage():
+    """Each half has a candidate and a peer of every stage, so both go on; when they meet, one gives way."""
+    config = small_config(total_steps=60)
+
+    async def main():
+        simulation = Simulation(config, seed=15)
+        await simulation.start(peers_per_stage=2, trainers=2, backbones=2)
+        await after_steps(simulation, 2)
+        names = list(simulation.nodes)
+        left = [n for n in names if n.endswith("0")]
+        simulation.partition(left)
+        await after_steps(simulation, 6)
+        await asyncio.sleep(8.0)
+        simulation.heal_partition()
+        await simulation.finish()
+        assert any(len(heads) > 1 for heads in simulation.heads.values()), "both halves should have gone on"
+        check(simulation, lineages=True)
+        heads = {p.member.versions.newest.head for p in simulation.stage_peers()}
+        assert len(heads) == 1, f"peers ended on several heads: {heads}"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_an_operator_may_choose_to_stop_instead_of_splitting():
+    """min_peers_per_stage = 2 of 3: the half with the majority goes on, the other waits, and there is one lineage."""
+    config = small_config(total_steps=40, min_peers_per_stage=2)
+
+    async def main():
+        simulation = Simulation(config, seed=16)
+        await simulation.start(peers_per_stage=3, trainers=2, backbones=2)
+        await after_steps(simulation, 2)
+        simulation.partition([n for n in simulation.nodes if n.endswith("0")])
+        await asyncio.sleep(20.0)
+        simulation.heal_partition()
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_an_isolated_coordinator_that_re_elects_itself_for_an_hour_and_then_heals():
+    config = small_config(total_steps=60)
+
+    async def main():
+        simulation = Simulation(config, seed=17, forward_s=0.05)
+        await simulation.start(peers_per_stage=2, trainers=1, backbones=2)
+        await after_steps(simulation, 1)
+        name = next(n for n, node in simulation.nodes.items() if simulation.coordinates(node))
+        simulation.isolate(simulation.nodes[name])
+        await asyncio.sleep(3600.0)
+        simulation.rejoin(simulation.nodes[name])
+        await asyncio.sleep(30.0)
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())

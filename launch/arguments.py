@@ -41,7 +41,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=34, width=110)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == argparse.SUPPRESS:
+        if action.default in (None, False, [], argparse.SUPPRESS):
             return action.help
         return super()._get_help_string(action)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import random
 import shlex
 import socket
@@ -18,8 +16,8 @@ from setproctitle import setproctitle
 from launch.logs import Announcer
 from launch.reports import Reports
 from launch.run_files import DataPaths, build_config, create_run, read_run_file
+from launch.state_directory import claim_directory
 from swarm.base.config import RunConfig, parse_config_bytes
-from swarm.base.errors import ConfigError
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.http import HttpTransport
 from swarm.net.identity import Identity
@@ -110,24 +108,6 @@ def _identity(state_dir: Path | None) -> Identity:
         return Identity.ephemeral(random.SystemRandom())
     claim_directory(state_dir)
     return Identity.load_or_create(state_dir / IDENTITY_FILE)
-
-
-def claim_directory(directory: Path) -> None:
-    """Create `directory` and hold it for the life of this process; the lock leaves no file behind.
-
-    Raises:
-        ConfigError: it cannot be created, or another process holds it.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY)  # closed, and so released, by the end of the process
-    except OSError as error:
-        raise ConfigError(f"state directory {directory}: {error.strerror}; choose another --state-dir") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ConfigError(f"state directory {directory} is in use; choose another --state-dir") from None
 
 
 def _reachable_host(host: str, seen_host: str) -> str:

@@ -23,12 +23,13 @@ from launch.arguments import (
     positive_int,
     size_bytes,
 )
-from launch.composing import claim_directory
 from launch.local_swarm import RUN_FILE, LocalSwarm, SwarmPlan
 from launch.logs import Announcer
+from launch.metrics import MetricsFile
 from launch.reports import NO_REPORTS, Reports
 from launch.run_files import DataPaths, RunFile, build_config, read_run_file
 from launch.runner import main_of, run_until_done
+from launch.state_directory import claim_directory
 from launch.view import Picture, view_for
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -126,6 +127,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     plain = options.plain or options.quiet or options.log_format == "json"
     title = f"swarm run {config.name!r}: {config.model}, {config.num_stages} stages, logs in {plan.log_dir}"
     picture = Picture(title=title, total_steps=config.total_steps)
+    MetricsFile(plan.metrics).close()  # a path that cannot be written is told now, not by a trainer later
     claim_directory(plan.state_dir)
     with view_for(picture, announcer, plain=plain) as view:
         swarm = LocalSwarm(config, plan, picture, view)

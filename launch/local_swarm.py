@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
 from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
@@ -27,7 +27,9 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
 from swarm.feed.dotted import is_dotted
-from swarm.net.http import HttpTransport
+
+if TYPE_CHECKING:
+    from swarm.net.transport import Transport
 
 T = TypeVar("T")
 
@@ -84,6 +86,7 @@ class LocalSwarm:
         self._ended: asyncio.Queue[Child] = asyncio.Queue()
         self._step: dict[str, Any] | None = None
         self._evaluation: tuple[int, float] | None = None
+        self._backbone = Address("", 0)  # known once it serves
         #: Torch-free processes come from a server that imports little, and so at once.
         self._light = Children(plan.log_dir, self._report, preload="launch.preload:nothing", name="light_fork_server")
         self._heavy = Children(plan.log_dir, self._report, argument=config.to_bytes().decode())
@@ -233,6 +236,8 @@ class LocalSwarm:
         """Ask every peer how it is, once a second, where somebody looks at a picture that is redrawn."""
         if not self._view.redraws:
             return
+        from swarm.net.http import HttpTransport
+
         transport = HttpTransport(connect_s=_ASK_TIMEOUT_S)
         try:
             while True:
@@ -242,7 +247,7 @@ class LocalSwarm:
         finally:
             await transport.close()
 
-    async def _watch_peer(self, transport: HttpTransport, name: str) -> None:
+    async def _watch_peer(self, transport: Transport, name: str) -> None:
         row, child = self._picture.rows[name], self._children[name]
         try:
             status = await ask(transport, self._serving[name].result(), timeout_s=_ASK_TIMEOUT_S)

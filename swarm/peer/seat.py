@@ -46,7 +46,7 @@ class Seat:
         return self.coordinator
 
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
-        return await self._reigning().on_lease(message)
+        return await self._reigning().leasing.on_lease(message)
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Ack:
         return await self._reigning().on_join(message)
@@ -119,8 +119,10 @@ class Seat:
             missing = sorted(set(range(self.context.config.num_stages)) - stages)
             logger.warning("not elected: no member of stages %s answers", missing)
             return False
-        coordinator = Coordinator(self._link, self._tasks, ballot, self._live_rosters)
-        coordinator.adopt(record, max((r.term.n for r in replies), default=0))
+        coordinator = Coordinator(
+            self._link, self._tasks, ballot, self._live_rosters, record=record,
+            term_n=max((r.term.n for r in replies), default=0),
+        )  # fmt: skip
         prepared: dict[int, m.StageResult] = {}
         if record is not None:
             for reply in [r for r in replies if r.record is not None and r.record.head == record.head]:

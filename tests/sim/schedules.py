@@ -12,10 +12,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from invariants import run_checked
 from simulation import Node, Simulation, check, small_config
 
 from swarm.base.config import RunConfig
-from swarm.base.virtual_time import run_virtual
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Trainer
 
@@ -232,6 +232,6 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
         AssertionError: a promise was broken; the message ends with the schedule.
     """
     try:
-        return run_virtual(_run(schedule))
+        return run_checked(_run(schedule))
     except BaseException as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{schedule}") from error

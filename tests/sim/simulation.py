@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from invariants import CheckedLoop, Invariants, WatchedProgress
 
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address, Ticket, new_incarnation
 from swarm.net.identity import Identity
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.net.transport import Handler, Progress
 from swarm.peer.backbone import Backbone
 from swarm.peer.context import PeerContext
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Evaluation, StepReport, Trainer
 from swarm.policy.schedule import learning_rate
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.executor import InlineExecutor, Priority
+from swarm.stage.executor import InlineExecutor, Outcome, Priority
 from swarm.stage.module import Tensors
-from swarm.wire.messages import CommitRecord
+from swarm.wire.framing import Frame
+from swarm.wire.messages import CommitRecord, Message
+
+T = TypeVar("T")
 
 WIDTH = 6
 CLASSES = 4
+#: Nodes that hold each DHT record: discovery has tests of its own, and its datagrams are most of what a run costs.
+DHT_REPLICATION = 3
 
 
 class _Stage(torch.nn.Module):
@@ -170,6 +178,70 @@ class Node:
     fail_halfway: int = 0
 
 
+@dataclass(eq=False)
+class Call:
+    """One request between two peers, from before it is sent until its caller has the reply or gave up."""
+
+    source: Address
+    target: Address
+    message: Message
+    stall_s: float
+    began_at: float
+    progress: WatchedProgress
+    reply: Message | None = None
+    error: BaseException | None = None
+
+
+class _Transport(MemoryTransport):
+    """Tells the simulation of every request, which may hold it back, and of every reply; may falsify both."""
+
+    def __init__(self, simulation: Simulation, address: Address, **options: float) -> None:
+        super().__init__(simulation.network, address, **options)  # type: ignore[arg-type]
+        self._simulation = simulation
+
+    async def start(self, handler: Handler) -> None:
+        async def falsifying(frame: Frame, progress: Progress) -> Frame:
+            return self._simulation.falsified(self.address, await handler(frame, progress))
+
+        await super().start(falsifying)
+
+    async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
+        simulation = self._simulation
+        now = asyncio.get_running_loop().time()
+        call = Call(self.address, address, request.message, stall_s, now, WatchedProgress(progress, now))
+        for before in simulation.before_request:
+            await before(call)
+        call.progress.advanced_at = asyncio.get_running_loop().time()
+        simulation.open_calls[call] = None
+        try:
+            request = simulation.falsified(self.address, request)
+            reply = await super().call(address, request, stall_s=stall_s, progress=call.progress)
+            call.reply = reply.message
+        except BaseException as error:
+            call.error = error
+            raise
+        finally:
+            del simulation.open_calls[call]
+            for after in simulation.after_reply:
+                after(call)
+        return reply
+
+
+class _Executor(InlineExecutor):
+    """Every job of the compute thread may have changed a ledger."""
+
+    def __init__(self, simulation: Simulation, duration: Callable[[Priority], float]) -> None:
+        super().__init__(duration)
+        self._invariants = simulation.invariants
+
+    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+        def noted() -> T:
+            self._invariants.ledgers_changed = True
+            return job()
+
+        return await super().run(noted, priority)
+
+
 class _Accumulator(Accumulator):
     """Fails halfway when told to, as a real one does when memory runs out."""
 
@@ -209,6 +281,24 @@ class Simulation:
         #: Every record that any peer saw, by step: two heads for one step are two models.
         self.heads: dict[int, set[str]] = {}
         self.commits: dict[int, CommitRecord] = {}
+        #: Requests under way, in the order in which they were sent.
+        self.open_calls: dict[Call, None] = {}
+        #: Awaited before a request is sent: a phase can be met, and held, here. See `phases.py`.
+        self.before_request: list[Callable[[Call], Awaitable[None]]] = []
+        #: Called when a request has its reply or its caller gave up.
+        self.after_reply: list[Callable[[Call], None]] = []
+        #: What a peer sends instead of each frame, by its address: a peer that computes wrong values.
+        self.falsify: dict[Address, Callable[[Frame], Frame]] = {}
+        self.invariants = Invariants(self)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, CheckedLoop):
+            loop.checks.append(self.invariants.check)
+
+    def falsified(self, source: Address, frame: Frame) -> Frame:
+        return self.falsify[source](frame) if source in self.falsify else frame
+
+    def is_paused(self, address: Address) -> bool:
+        return address in self.network._paused
 
     # ------------------------------------------------------------------------------------------------ starting
 
@@ -219,14 +309,13 @@ class Simulation:
         if identity is None:
             identity = self._identities[name] = Identity.ephemeral(random.Random(self.rng.getrandbits(64)))
         timing = self.config.timing
-        transport = MemoryTransport(
-            self.network, address, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s
-        )
+        transport = _Transport(self, address, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s)
         live = [node.address for node in self.nodes.values() if node.running is not None and not node.running.done()]
         return PeerContext(
             config=self.config, config_bytes=self.config.to_bytes(), identity=identity,
             incarnation=new_incarnation(self.rng), transport=transport,
-            dht=MemoryDht(self.dht_network, identity=identity, address=address), rng=random.Random(self.rng.getrandbits(64)),
+            dht=MemoryDht(self.dht_network, identity=identity, address=address, replication=DHT_REPLICATION),
+            rng=random.Random(self.rng.getrandbits(64)),
             role=role, advertise_host=address.host, bootstrap=tuple(live[:3]),  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -244,7 +333,7 @@ class Simulation:
 
     async def add_stage_peer(self, name: str, stage: int, *, memory_limit_bytes: int = 2**30) -> Node:
         context = self._context(name, "stage")
-        executor = InlineExecutor(self._duration(name))
+        executor = _Executor(self, self._duration(name))
         peer = StagePeer(
             context, stage=stage, factory=self.factory, executor=executor,  # type: ignore[arg-type]
             background=InlineExecutor(lambda priority: 0.0005), memory_limit_bytes=memory_limit_bytes,

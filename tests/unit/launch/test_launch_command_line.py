@@ -125,6 +125,7 @@ def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused(capsys: pytes
         (["--memory-limit", "4XB"], "4XB"),
         (["--port", "70000"], "70000"),
         (["--min-peers-per-stage", "9"], "min_peers_per_stage"),
+        (["--metrics", "/no/such/m.jsonl"], "/no/such/m.jsonl"),
     ],
 )
 def test_a_bad_value_is_named(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from launch.arguments import size_bytes
-from launch.composing import _reachable_host, claim_directory
+from launch.composing import _reachable_host
 from launch.metrics import MetricsFile
 from launch.runner import run_peer
 from launch.stage_choice import fewest
+from launch.state_directory import claim_directory
 from swarm.base.errors import ConfigError
 
 

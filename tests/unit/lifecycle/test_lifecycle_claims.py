@@ -159,6 +159,17 @@ def test_a_late_give_back_does_not_free_the_new_holder() -> None:
     assert book.ask(MEMBERS[2], 3).holder == MEMBERS[1]
 
 
+def test_a_struck_members_ledger_is_as_if_it_had_never_been() -> None:
+    """Its tickets are claimed anew: granted, in conflict, given back and granted again."""
+    book = ClaimBook(0, Term(), MEMBERS)
+    book.load([seal(MEMBERS[0], 3)])
+    assert book.strike(MEMBERS[0]) == [3]
+    assert book.ask(MEMBERS[1], 3).verdict == "granted"
+    assert book.ask(MEMBERS[2], 3).verdict == "conflict"
+    book.give_back(3, MEMBERS[1])
+    assert book.ask(MEMBERS[2], 3).verdict == "granted"
+
+
 def test_an_overflow_may_be_claimed_by_another_and_never_again_by_the_same() -> None:
     """Another member says whether the numbers or the first member are to blame."""
     book = ClaimBook(0, Term(), MEMBERS)

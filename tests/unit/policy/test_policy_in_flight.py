@@ -45,6 +45,13 @@ def test_it_follows_a_swarm_that_grows_and_shrinks() -> None:
     assert max(shrunk) <= 16
 
 
+@pytest.mark.parametrize("lowest", [1, 3])
+def test_it_grows_again_from_the_lowest(lowest: int) -> None:
+    control = InFlightControl(limit=6, lowest=lowest)
+    assert simulate(control, knee=1, num=5000)[-1] <= lowest + 1
+    assert min(simulate(control, knee=32, num=20_000, start=1e6)[-2000:]) >= 18
+
+
 def test_the_bounds_hold() -> None:
     assert max(simulate(InFlightControl(limit=4, highest=10), knee=1000, num=5000)) == 10
     low = simulate(InFlightControl(limit=6, lowest=3), knee=1, num=5000)

@@ -43,6 +43,15 @@ def test_gradients_are_summed_and_ledgered() -> None:
     assert set(accumulator.ledger.entries) == {0, 5}
 
 
+def test_a_contribution_is_a_copy() -> None:
+    accumulator = made()
+    claimed(accumulator, 0, 1)
+    accumulator.add(0, ENTRY, gradient(1.0))
+    contribution = accumulator.contribution()
+    accumulator.add(1, ENTRY, gradient(1.0))
+    assert torch.equal(contribution, torch.ones(8, dtype=torch.float64))
+
+
 def test_without_a_claim_nothing_is_added() -> None:
     accumulator = made()
     claimed(accumulator, 0)

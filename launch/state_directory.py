@@ -1,0 +1,27 @@
+"""A process's hold on its state directory. Knows nothing of what is kept there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from swarm.base.errors import ConfigError
+
+
+def claim_directory(directory: Path) -> None:
+    """Create `directory` and hold it for the life of this process; the lock leaves no file behind.
+
+    Raises:
+        ConfigError: it cannot be created, or another process holds it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY)  # closed, and so released, by the end of the process
+    except OSError as error:
+        raise ConfigError(f"state directory {directory}: {error.strerror}; choose another --state-dir") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(f"state directory {directory} is in use; choose another --state-dir") from None

@@ -1,0 +1,112 @@
+"""Leases tickets to trainers and has one of them evaluate when that is due. Soft state: any of it may be lost.
+
+No safety rests on it: a ticket leased twice is accumulated once, because claims and seals say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm.lifecycle.tickets import TicketPool
+from swarm.peer.link import Refuse
+from swarm.peer.reign import Key, Reign
+from swarm.wire import messages as m
+
+
+class Leasing:
+    """The open steps' tickets, and the trainers that ask for them."""
+
+    def __init__(self, reign: Reign) -> None:
+        self._reign = reign
+        self.pools: dict[int, TicketPool] = {}
+        #: Trainers seen, with the time of their last word.
+        self.trainers: dict[Key, float] = {}
+        #: Step after which the held-out samples must be evaluated before anything else is leased.
+        self.evaluation_due: int | None = None
+        #: Some ticket was not accumulated by every stage: a leader may be gone.
+        self.in_doubt = False
+        self.finished = False
+        self._evaluator: tuple[Key, float] | None = None
+
+    def open_pools(self) -> None:
+        """One pool for each step whose tickets may be computed on the newest record; others are closed."""
+        config, commits = self._reign.config, self._reign.newest.step + 1
+        steps = range(commits, min(commits + config.delay_steps + 1, config.total_steps))
+        self.pools = {s: self.pools.get(s) or TicketPool(s, config.tickets_per_step) for s in steps}
+
+    def commit_evaluates(self, step: int) -> None:
+        """Note whether an evaluation is due after `step`."""
+        config = self._reign.config
+        last = step + 1 == config.total_steps
+        if config.eval_samples > 0 and (last or (config.eval_every > 0 and (step + 1) % config.eval_every == 0)):
+            self.evaluation_due = step
+
+    async def on_lease(self, message: m.Lease) -> m.Leased:
+        """A trainer reports and asks; held open for a while if there is nothing to tell."""
+        if self._reign.config.data_digest and message.data_digest != self._reign.config.data_digest:
+            raise Refuse("bad_request", "the trainer's data differ from the run's")
+        trainer, now = message.trainer.key, self._reign.now
+        lease_s = self._reign.timing.lease_s
+        if message.leaving:
+            self.trainers.pop(trainer, None)
+            for pool in self.pools.values():
+                pool.drop_trainer(trainer)
+            if self._evaluator is not None and self._evaluator[0] == trainer:
+                self._evaluator = None
+            await self._reign.notify()
+            return m.Leased(ballot=self._reign.ballot)
+        self.trainers[trainer] = now
+        for ticket, accumulated in message.done:
+            if ticket.step in self.pools:
+                self.pools[ticket.step].done(ticket.index)
+                if not accumulated:
+                    self.in_doubt = True
+        for step, held in self.pools.items():
+            held.renew(trainer, [t.index for t in message.holding if t.step == step], now=now, lease_s=lease_s)
+        if message.evaluated is not None and message.evaluated[0] == self.evaluation_due:
+            self.evaluation_due = self._evaluator = None
+        if message.done or message.evaluated:
+            await self._reign.notify()
+        until = now + self._reign.timing.coordinator_s / 3
+        while True:
+            reply = self._lease(message)
+            if reply is not None or message.want == 0 or self._reign.now >= until:
+                return reply or self._leased(message)
+            try:
+                async with asyncio.timeout_at(until):
+                    async with self._reign.changed:
+                        await self._reign.changed.wait()
+            except TimeoutError:
+                continue
+
+    def _leased(self, message: m.Lease, **extra: object) -> m.Leased:
+        known = (message.known_era, message.known_step)
+        records = tuple(r for r in self._reign.records if (r.era, r.step) > known)
+        return m.Leased(ballot=self._reign.ballot, records=records, waiting_for=self._reign.waiting_for, **extra)
+
+    def _lease(self, message: m.Lease) -> m.Leased | None:
+        """What there is to tell `message.trainer` now, or None."""
+        trainer, now = message.trainer.key, self._reign.now
+        if self.evaluation_due is not None:
+            free = self._evaluator is None or self._evaluator[1] <= now
+            mine = self._evaluator is not None and self._evaluator[0] == trainer
+            if message.want and (free or mine):  # a trainer that evaluates asks for nothing
+                self._evaluator = (trainer, now + 4 * self._reign.timing.lease_s)
+                return self._leased(message, evaluate=True)
+            return self._leased(message) if self._has_news(message) else None
+        if self.finished:
+            return self._leased(message, finished=True)
+        tickets: list[tuple[int, int]] = []
+        for step in sorted(self.pools):
+            want = message.want - len(tickets)
+            if want > 0:
+                taken = self.pools[step].lease(trainer, want, now=now, lease_s=self._reign.timing.lease_s)
+                tickets += [(step, index) for index in taken]
+        if tickets or self._has_news(message):
+            avoid = [((s, i), sorted(self.pools[s].avoid[i])) for s, i in tickets if i in self.pools[s].avoid]
+            return self._leased(message, tickets=tuple(tickets), avoid=tuple(avoid))
+        return None
+
+    def _has_news(self, message: m.Lease) -> bool:
+        record = self._reign.record
+        return record is not None and (message.known_era, message.known_step) < (record.era, record.step)

@@ -1,0 +1,142 @@
+"""Which head the run goes on from: at its start, when a stage was lost, and when two lineages meet.
+
+Owns the search (who lives, who holds what) and the rules of DESIGN.md, "Lineage"; `policy/restore.py` chooses, the
+coordinator publishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Container
+
+from swarm.base.errors import LinkError, RemoteError
+from swarm.lifecycle.record import genesis_record, restoring_record
+from swarm.peer.link import RefusedBy, together
+from swarm.peer.reign import Demoted, Key, Reign
+from swarm.policy.restore import Holding, newest_complete
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+
+class Lineage:
+    """One coordinator's view of the run's history and of others'."""
+
+    def __init__(self, reign: Reign) -> None:
+        self._reign = reign
+
+    async def starting_record(self, peers: list[list[m.Member]], *, era: int) -> m.CommitRecord:
+        """The record to go on from: the newest head that the peers hold complete, else the initial values.
+
+        Args:
+            peers: of each stage, all of whom become members; those that do not hold the head are not ready.
+            era: the lowest that the record may have.
+        """
+        run = self._reign.context.run
+        records: dict[str, m.CommitRecord] = {}
+        stages: list[dict[Key, list[Holding]]] = []
+        for stage, candidates in enumerate(peers):
+            held = await together(*(self._holdings(stage, member) for member in candidates))
+            stages.append({})
+            for member, found in zip(candidates, held, strict=True):
+                records |= {r.head: r for r in found}
+                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in found]
+        best, reason = newest_complete(stages)
+        if best is None:
+            members = tuple(tuple(x.model_copy(update={"ready": True}) for x in xs) for xs in peers)
+            genesis = genesis_record(self._reign.config, run, self._reign.ballot, members)
+            return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members)
+        logger.info("going on from an earlier head: %s", reason)
+        members = tuple(
+            tuple(sorted(
+                (x.model_copy(update={"ready": best in stages[k][x.key]}) for x in xs), key=lambda x: not x.ready
+            ))
+            for k, xs in enumerate(peers)
+        )  # fmt: skip
+        return restoring_record(
+            records[best.head], era=max(era, best.era + 1), ballot=self._reign.ballot, members=members
+        )
+
+    async def _holdings(self, stage: int, member: m.Member) -> tuple[m.CommitRecord, ...]:
+        try:
+            request = m.Holdings(run=self._reign.context.run, stage=stage)
+            return (await self._reign.link.ask(member, request, m.Held))[0].records
+        except (LinkError, RemoteError):
+            return ()
+
+    async def _live_peers(self) -> list[list[m.Member]]:
+        """Announced peers of every stage that answer."""
+
+        async def live(member: m.Member) -> m.Member | None:
+            try:
+                reply, _ = await self._reign.link.ask(member, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError):
+                return None
+            return reply.member if reply.member.key == member.key else None
+
+        rosters = await self._reign.rosters()
+        answers = await together(*(together(*(live(x) for x in roster)) for roster in rosters))
+        return [[x for x in stage if x is not None] for stage in answers]
+
+    async def set_back(self) -> m.CommitRecord | None:
+        """A stage was lost: the newest head that is complete over all stages, or None if one has no live peer at all."""
+        peers = await self._live_peers()
+        empty = [k for k, xs in enumerate(peers) if not xs]
+        if empty:
+            self._reign.waiting_for = f"a peer of stages {empty}: nobody serves them"
+            logger.error("stages %s have no live peer: the run waits for one", empty)
+            return None
+        record = await self.starting_record(peers, era=self._reign.newest.era + 1)
+        logger.error(
+            "the run is set back from step %d to step %d: %d committed steps are discarded",
+            self._reign.newest.step + 1, record.step + 1, self._reign.newest.step - record.step,
+        )  # fmt: skip
+        return record
+
+    async def settle(self, rival: m.CommitRecord) -> m.CommitRecord:
+        """Two lineages met. One that lacks a live holder of some stage loses; else the newer record wins.
+
+        Returns:
+            The record with which this lineage goes on and replaces the other.
+
+        Raises:
+            Demoted: the other one goes on.
+        """
+        self._reign.rival = None
+
+        async def holds(member: m.Member) -> bool:
+            try:
+                info, _ = await self._reign.link.ask(member, m.Hello(), m.RunInfo)
+            except (LinkError, RemoteError):
+                return False
+            return info.record is not None and (info.record.era, info.record.step) >= (rival.era, rival.step)
+
+        answers = await together(*(together(*(holds(x) for x in xs)) for xs in rival.members))
+        missing = [k for k, found in enumerate(answers) if not any(found)]
+        if not missing or self._reign.lost:
+            raise Demoted(f"the run goes on from a record of step {rival.step}")
+        logger.error("the other lineage at step %d has nobody for stages %s: this one goes on", rival.step, missing)
+        mine = self._reign.newest
+        return restoring_record(mine, era=rival.era + 1, ballot=self._reign.ballot, members=mine.members)
+
+    async def survey_loop(self, joining: Callable[[], Container[Key]]) -> None:
+        """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""
+        while True:
+            await asyncio.sleep(self._reign.timing.coordinator_s)
+            record = self._reign.record
+            if record is None or self._reign.lost:
+                continue
+            listed = {x.key for xs in record.members for x in xs}
+            for member in [x for roster in await self._reign.rosters() for x in roster]:
+                if member.key in listed or member.key in joining():
+                    continue
+                try:
+                    await self._reign.link.ask(member, m.Commit(record=record), m.Ack)
+                except RefusedBy as refused:
+                    theirs = refused.refusal.record
+                    if theirs is not None and theirs.newer_than(self._reign.record):
+                        self._reign.rival = theirs
+                        await self._reign.notify()
+                except (LinkError, RemoteError):
+                    continue

@@ -1,0 +1,162 @@
+"""Who leads each stage in the step that is being ended, and what the coordinator asks of leaders: ledgers and averages.
+
+Owns the struck members and the terms' numbers of one step; a leader that does not answer is replaced. Must not decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.peer.link import RefusedBy, together
+from swarm.peer.reign import Key, Reign
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+
+class StageLost(SwarmError):
+    """A stage has had no live member for `stage_lost_s`."""
+
+
+@dataclass
+class _StageLead:
+    """Who leads one stage in the step being ended, and the next number for its term."""
+
+    struck: dict[Key, m.Member] = field(default_factory=dict)
+    leader: m.Member | None = None
+    n: int = 0
+
+
+class StageLeads:
+    """One coordinator's view of the stages' leaders."""
+
+    def __init__(self, reign: Reign, term_n: int) -> None:
+        self._reign = reign
+        self._leads = [_StageLead(n=term_n) for _ in range(reign.config.num_stages)]
+
+    def begin_step(self) -> None:
+        """A new record: its first ready members lead, and nobody is struck."""
+        for lead in self._leads:
+            lead.struck.clear()
+            lead.leader = None
+
+    def struck(self) -> list[m.Member]:
+        return [x for lead in self._leads for x in lead.struck.values()]
+
+    def is_struck(self, stage: int, key: Key) -> bool:
+        return key in self._leads[stage].struck
+
+    def forgive(self, stage: int) -> None:
+        """Try everyone of the stage again."""
+        self._leads[stage].struck.clear()
+
+    async def check(self, step: int) -> None:
+        """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated."""
+
+        async def one(stage: int) -> None:
+            leader = self.leader(stage)
+            try:
+                if leader is not None:
+                    await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError) as error:
+                logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
+                self._strike(stage, leader)
+                await self._gather(step, stage, freeze=False)
+
+        await together(*(one(stage) for stage in range(self._reign.config.num_stages)))
+
+    def members(self, stage: int) -> list[m.Member]:
+        return list(self._reign.newest.members[stage])
+
+    def leader(self, stage: int) -> m.Member | None:
+        """The stage's leader: the first ready member that is not struck, unless another was told to lead."""
+        lead = self._leads[stage]
+        if lead.leader is None or lead.leader.key in lead.struck:
+            lead.leader = next((x for x in self.members(stage) if x.ready and x.key not in lead.struck), None)
+        return lead.leader
+
+    def _strike(self, stage: int, member: m.Member | None) -> None:
+        if member is not None:
+            self._leads[stage].struck[member.key] = member
+
+    async def gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
+        return await together(
+            *(self._gather(step, stage, freeze=freeze) for stage in range(self._reign.config.num_stages))
+        )
+
+    async def _gather(self, step: int, stage: int, *, freeze: bool) -> tuple[m.Seal, ...]:
+        """Seals of one stage under a new term; a leader that does not answer is replaced until one does."""
+        lead = self._leads[stage]
+        backoff = 0.1
+        lost_since: float | None = None
+        while True:
+            self._reign.check()
+            leader = self.leader(stage)
+            if leader is None:
+                # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
+                self._reign.waiting_for = f"a live member of stage {stage}"
+                lost_since = self._reign.now if lost_since is None else lost_since
+                if self._reign.now - lost_since > self._reign.timing.stage_lost_s:
+                    raise StageLost(f"stage {stage} has had no live member for {self._reign.timing.stage_lost_s:g} s")
+                logger.warning("step %d: stage %d has no live member; waiting", step, stage)
+                self._reign.lost.add(stage)
+                lead.struck.clear()
+                await asyncio.sleep(backoff)
+                backoff = min(2.0, 2 * backoff)
+                continue
+            lead.n += 1
+            term = m.Term(ballot=self._reign.ballot, n=lead.n)
+            request = m.Gather(
+                run=self._reign.context.run, stage=stage, step=step, term=term, freeze=freeze,
+                members=tuple(self.members(stage)), struck=tuple(lead.struck.values()),
+            )  # fmt: skip
+            try:
+                reply, _ = await self._reign.link.ask(leader, request, m.Gathered, stall_s=3 * self._reign.timing.request_s)
+            except RefusedBy as refused:
+                self._reign.heed(refused)
+                if refused.code == "wrong_state":
+                    continue  # a higher n was used; the next try has another
+                self._strike(stage, leader)
+                await asyncio.sleep(backoff)
+            except (LinkError, RemoteError) as error:
+                logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
+                self._strike(stage, leader)
+            else:
+                lead.struck |= {x.key: x for x in reply.struck}
+                self._reign.lost.discard(stage)
+                return reply.seals
+
+    async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
+        replies = await together(
+            *(self._average(step, stage, gathered[stage]) for stage in range(self._reign.config.num_stages))
+        )
+        results = [reply for reply in replies if reply is not None]
+        return results if len(results) == len(replies) else None
+
+    async def _average(self, step: int, stage: int, seals: tuple[m.Seal, ...]) -> m.StageResult | None:
+        """One stage's average, or None after striking whoever made it fail."""
+        lead, leader = self._leads[stage], self.leader(stage)
+        assert leader is not None
+        request = m.Average(
+            run=self._reign.context.run, stage=stage, step=step, term=m.Term(ballot=self._reign.ballot, n=lead.n), seals=seals
+        )
+        try:
+            reply, _ = await self._reign.link.ask(leader, request, m.Averaged, stall_s=2 * self._reign.timing.average_s)
+        except RefusedBy as refused:
+            self._reign.heed(refused)
+            logger.info("step %d, stage %d: no average: %s", step, stage, refused)
+            self._strike(stage, leader if refused.code not in ("wrong_state",) else None)
+            return None
+        except (LinkError, RemoteError) as error:
+            logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
+            self._strike(stage, leader)
+            return None
+        if reply.result is None:
+            logger.info("step %d, stage %d: no average: %s", step, stage, reply.reason)
+            if reply.suspects:
+                self._strike(stage, reply.suspects[0])
+            return None
+        return reply.result

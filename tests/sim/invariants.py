@@ -1,0 +1,138 @@
+"""What must hold after every turn of the event loop, and the loop that asks.
+
+Two kinds of truth are kept apart here. A ticket *may* lie in two ledgers for a while: a member that its leader could not
+reach is struck, and its tickets go to others. But then the leader's book, once it has collected the ledgers, must count
+at most one of them. And nobody waits for an answer beyond the stall time in which nothing moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swarm.base.virtual_time import VirtualTimeLoop
+from swarm.lifecycle.claims import ClaimBook
+from swarm.net.transport import Progress
+from swarm.peer.stage_peer import StagePeer
+
+if TYPE_CHECKING:
+    from simulation import Simulation
+
+T = TypeVar("T")
+
+#: Beyond the stall time and the time to connect, what scheduling and a slow link's pieces may take.
+SLACK_S = 1.0
+#: Virtual seconds between looks at the requests under way.
+LOOK_S = 0.5
+
+
+class InvariantBroken(AssertionError):
+    """Something that must hold at every moment did not."""
+
+
+class CheckedLoop(VirtualTimeLoop):
+    """Virtual time, with `checks` called after every turn; the first that fails ends the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks: list[Callable[[], None]] = []
+        self.num_turns = 0
+
+    def _run_once(self) -> None:
+        super()._run_once()  # type: ignore[misc]
+        self.num_turns += 1
+        try:
+            for check in self.checks:
+                check()
+        except BaseException:
+            self.checks.clear()  # what follows is only the end of the tasks
+            raise
+
+
+def run_checked(main: Coroutine[Any, Any, T]) -> T:
+    """As `run_virtual`, with the invariants of every `Simulation` that `main` makes."""
+    with asyncio.Runner(loop_factory=CheckedLoop) as runner:
+        return runner.run(main)
+
+
+class WatchedProgress(Progress):
+    """Counts for the caller, and remembers when it last did."""
+
+    def __init__(self, counted: Progress | None, now: float) -> None:
+        super().__init__(counted.remote if counted is not None else "")
+        self._counted = counted
+        self.advanced_at = now
+
+    def advance(self, amount: int = 1) -> None:
+        super().advance(amount)
+        self.advanced_at = asyncio.get_running_loop().time()
+        if self._counted is not None:
+            self._counted.advance(amount)
+
+
+class Invariants:
+    """Of one simulation; `ledgers_changed` is set by everything that may write one."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._look_at = 0.0
+        self.ledgers_changed = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvariantBroken: saying what, where and when.
+        """
+        if self.ledgers_changed:
+            self.ledgers_changed = False
+            self._check_ledgers()
+        now = asyncio.get_running_loop().time() if self._simulation.open_calls else 0.0
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._check_requests(now)
+
+    def _check_ledgers(self) -> None:
+        holders: dict[tuple[int, int, int], list[StagePeer]] = {}
+        for peer in self._simulation.stage_peers():
+            for step, state in peer.member._steps.items():
+                ledger = state.accumulator.ledger
+                both = ledger.overflow.intersection(ledger.entries)
+                if both:
+                    self._broken(f"step {step}: {sorted(both)} are in a ledger and its overflow at stage {peer.stage}")
+                for index in ledger.entries:
+                    holders.setdefault((peer.stage, step, index), []).append(peer)
+        for (stage, step, index), peers in holders.items():
+            if len(peers) > 1:
+                self._check_twice(stage, step, index, peers)
+
+    def _check_twice(self, stage: int, step: int, index: int, holders: list[StagePeer]) -> None:
+        """Several live members hold one ticket: the newest book must count one of them at most."""
+        books = [
+            (peer, peer.leader._books[step]) for peer in self._simulation.stage_peers(stage) if step in peer.leader._books
+        ]
+        if not books:
+            return  # the leader is gone: nobody grants, and the next one collects first
+        leader, book = max(books, key=lambda x: x[1].term.order)
+        if self._is_collecting(leader, book):
+            return
+        counted = [p for p in holders if p.member.me.key in book.members and p.member.me.key not in book.struck]
+        if len(counted) > 1:
+            names = [p.member.me.peer[:8] for p in counted]
+            self._broken(f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none struck at {book.term.order}")
+
+    def _is_collecting(self, leader: StagePeer, book: ClaimBook) -> bool:
+        return not book.is_collected
+
+    def _check_requests(self, now: float) -> None:
+        simulation = self._simulation
+        connect_s = simulation.config.timing.connect_s
+        for call in list(simulation.open_calls):
+            if simulation.is_paused(call.source):
+                call.progress.advanced_at = now  # a stopped process waits for nothing
+            waited = now - call.progress.advanced_at
+            if waited > call.stall_s + connect_s + SLACK_S:
+                self._broken(f"{call.message.kind} to {call.target} has not advanced for {waited:.1f} s")
+
+    def _broken(self, what: str) -> None:
+        raise InvariantBroken(f"at {asyncio.get_running_loop().time():.3f} s: {what}")

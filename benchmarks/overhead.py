@@ -275,6 +275,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     facts = machine()
     cases = cases_of(options, facts["cores"])

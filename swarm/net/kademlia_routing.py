@@ -5,6 +5,7 @@ Owns contacts and their health. Must not know records or datagrams; only the RPC
 
 from __future__ import annotations
 
+import functools
 import heapq
 import ipaddress
 import math
@@ -106,6 +107,7 @@ class LiveRoutingTable(RoutingTable):
         )
 
 
+@functools.lru_cache(maxsize=16384)
 def plausible_for(ip: str, other_ip: str) -> bool:
     """Whether `other_ip` can be expected to reach `ip`: nobody is told of loopback or private addresses from afar."""
     address, other = ipaddress.ip_address(ip), ipaddress.ip_address(other_ip)

@@ -7,6 +7,7 @@ they are received, and a request is a future that its timer ends. Must not know 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import os
 import random
@@ -384,7 +385,12 @@ class RecordProtocol(KademliaProtocol):
 
 
 def _plain_address(address: tuple[Any, ...]) -> tuple[str, int]:
+    return _plain_ip(address[0]), address[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_ip(text: str) -> str:
     """IPv4 as itself, though a dual-stack socket shows it mapped into IPv6."""
-    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    ip = ipaddress.ip_address(text.partition("%")[0])
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return str(mapped or ip), address[1]
+    return str(mapped or ip)

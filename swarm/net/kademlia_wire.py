@@ -19,6 +19,7 @@ A contact is id, IP (4 or 16 bytes) and port, packed; a record is `[public key, 
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from typing import Any, NamedTuple
 
@@ -87,8 +88,18 @@ class Page(NamedTuple):
     more: bool
 
 
+@functools.lru_cache(maxsize=4096)
+def _packed_ip(ip: str) -> bytes:
+    return ipaddress.ip_address(ip).packed
+
+
+@functools.lru_cache(maxsize=4096)
+def _ip(packed: bytes) -> str:
+    return str(ipaddress.ip_address(packed))
+
+
 def pack_address(ip: str, port: int) -> bytes:
-    return ipaddress.ip_address(ip).packed + port.to_bytes(2, "big")
+    return _packed_ip(ip) + port.to_bytes(2, "big")
 
 
 def unpack_address(data: Any) -> tuple[str, int]:
@@ -98,7 +109,7 @@ def unpack_address(data: Any) -> tuple[str, int]:
     port = int.from_bytes(data[-2:], "big")
     if port == 0:
         raise Malformed("malformed_address")
-    return str(ipaddress.ip_address(data[:-2])), port
+    return _ip(data[:-2]), port
 
 
 def pack_node(node: Node) -> bytes:

@@ -7,6 +7,7 @@ lost datagram from a slow one. Must not know sockets, requests or records.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ipaddress
 import math
@@ -148,6 +149,7 @@ def _proven_bytes(message_id: bytes, asker_id: bytes, content: bytes) -> bytes:
     return b"swarm dht reply\0" + message_id + asker_id + content
 
 
+@functools.lru_cache(maxsize=4096)
 def source_of(ip: str) -> str:
     """What one host, or one customer of a network, cannot easily have many of: an IPv4 address or an IPv6 /64."""
     address = ipaddress.ip_address(ip)

@@ -50,7 +50,8 @@ class Lineage:
         logger.info("going on from an earlier head: %s", reason)
         members = tuple(
             tuple(sorted(
-                (x.model_copy(update={"ready": best in stages[k][x.key]}) for x in xs), key=lambda x: not x.ready
+                (x.model_copy(update={"ready": best.head in {h.head for h in stages[k][x.key]}}) for x in xs),
+                key=lambda x: not x.ready,
             ))
             for k, xs in enumerate(peers)
         )  # fmt: skip

@@ -23,13 +23,17 @@ def newest_complete(stages: Sequence[Mapping[Any, Sequence[Holding]]]) -> tuple[
     Returns:
         The head, or None if only the initial values are complete; and the reason.
     """
-    complete: set[Holding] | None = None
+    newest: dict[str, Holding] = {}
+    complete: set[str] | None = None
     for peers in stages:
-        held = {holding for holdings in peers.values() for holding in holdings}
-        complete = held if complete is None else complete & held
+        held = [holding for holdings in peers.values() for holding in holdings]
+        for holding in held:  # one head may have been restored in a later era than its checkpoint says
+            newest[holding.head] = max(newest.get(holding.head, holding), holding, key=lambda h: h.era)
+        heads = {holding.head for holding in held}
+        complete = heads if complete is None else complete & heads
     if not complete:
         short = [k for k, peers in enumerate(stages) if not any(peers.values())]
         where = f"stages {short} hold nothing" if short else "no head is held by every stage"
         return None, f"{where}: back to the initial values"
-    best = max(complete, key=lambda h: (h.era, h.step, h.head))
+    best = max((newest[head] for head in complete), key=lambda h: (h.era, h.step, h.head))
     return best, f"step {best.step + 1} is the newest that every stage holds"

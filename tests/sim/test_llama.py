@@ -1,0 +1,122 @@
+"""The real model and the real text in virtual time: promise 2 for a Llama, and an export that transformers loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from simulation import Simulation
+
+from models.registry import factory_of
+from swarm.base.config import RunConfig
+from swarm.base.ids import Ticket
+from swarm.base.virtual_time import run_virtual
+from swarm.feed.feed import open_feed
+from swarm.policy.schedule import learning_rate
+from swarm.stage.checkpoint import find_complete
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+def llama_config(**changes):
+    base = {
+        "num_stages": 3, "model_options": SMALL, "sequence_length": 32, "micro_batch_size": 4, "target_batch_size": 16,
+        "compression": "none", "eval_samples": 0, "checkpoint_every": 0, "warmup_steps": 2,
+    }  # fmt: skip
+    return RunConfig(**{**base, **changes})
+
+
+def plain_loop(config, feed):
+    """One process, the whole model, torch's own AdamW and clip_grad_norm_."""
+    model = factory_of(config).build_whole()
+    if config.precision == "fp64":
+        model = model.double()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
+        weight_decay=config.weight_decay,
+    )  # fmt: skip
+    losses = []
+    for step in range(config.total_steps):
+        optimizer.zero_grad()
+        loss_sum, tokens = 0.0, 0
+        for index in range(config.tickets_per_step):
+            batch = feed.batch(Ticket(step, index))
+            inputs = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
+            labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}
+            outputs = model(inputs, labels)
+            outputs["loss_sum"].backward()
+            loss_sum += float(outputs["loss_sum"].detach())
+            tokens += int(outputs["tokens"])
+        for parameter in model.parameters():
+            parameter.grad /= tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        optimizer.step()
+        losses.append(loss_sum / tokens)
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-8)])
+def test_same_as_one_process_for_a_llama_on_real_text(precision, tolerance):
+    """20 steps of 3 stages x 2 peers."""
+    torch.set_num_threads(1)
+    config = llama_config(precision=precision, total_steps=20)
+    feed = open_feed(config, None, None, None)
+    losses, parameters = plain_loop(config, feed)
+
+    async def main():
+        simulation = Simulation(config, seed=1, factory=factory_of(config), feed=feed)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await simulation.finish()
+        found = {}
+        for stage in range(config.num_stages):
+            peer = simulation.stage_peers(stage)[0]
+            found |= peer.member.compute.layout.named(peer.member.versions.newest.masters)
+        served = [p.micro_batches.phases["accumulated"] for p in simulation.stage_peers()]
+        result = simulation.records(), found
+        await simulation.close()
+        assert all(served), f"a peer served nothing: {served}"
+        return result
+
+    swarm_losses, swarm_parameters = run_virtual(main())
+    assert swarm_losses == pytest.approx(losses, rel=tolerance)
+    assert set(swarm_parameters) == set(parameters)
+    if precision == "fp64":
+        names = sorted(parameters)
+        theirs = torch.cat([swarm_parameters[n].reshape(-1) for n in names])
+        mine = torch.cat([parameters[n].reshape(-1) for n in names])
+        assert float((theirs - mine).norm() / mine.norm()) < tolerance
+
+
+def test_an_exported_run_loads_with_transformers_and_evaluates_alike(tmp_path):
+    """Its loss on the held-out text equals the swarm's own evaluation (raw wire) to 1e-4."""
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    config = llama_config(total_steps=4, eval_samples=24, precision="fp32")
+    feed = open_feed(config, None, None, None)
+
+    async def main():
+        simulation = Simulation(config, seed=2, factory=factory_of(config), feed=feed, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await simulation.finish()
+        evaluations = list(simulation.nodes["trainer0"].evaluations)
+        await simulation.close()
+        return evaluations
+
+    (evaluation,) = run_virtual(main())
+    assert evaluation.step == config.total_steps
+    checkpoints = find_complete([tmp_path])
+    assert [c.record.head for c in checkpoints] == [evaluation.head] * 3
+    parameters = {}
+    for checkpoint in checkpoints:
+        parameters |= checkpoint.parameters()
+    factory_of(config).save_pretrained(parameters, tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    loss_sum, tokens = 0.0, 0
+    for batch in feed.eval_batches():
+        logits = model(torch.from_numpy(batch.inputs["input_ids"])).logits
+        labels = torch.from_numpy(np.ascontiguousarray(batch.labels["labels"]))
+        loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        tokens += labels.numel()
+    assert loss_sum / tokens == pytest.approx(evaluation.loss, abs=1e-4)

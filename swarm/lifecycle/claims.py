@@ -35,6 +35,9 @@ class ClaimBook:
         self._holder: dict[int, Key] = {}
         self._ledgered: set[int] = set()
         self._overflowed: dict[int, set[Key]] = {}
+        #: False from the start of a collection until `load`: a grant meanwhile would be forgotten by `load`, and the
+        #: ticket granted twice.
+        self.is_collected = True
 
     def load(self, seals: Iterable[Seal]) -> None:
         """Take over the ledgers that a collection returned; unused claims from before are void.
@@ -42,6 +45,7 @@ class ClaimBook:
         A ticket that two ledgers hold would be counted twice, so the later member is struck. An overflow is no holding:
         another member may claim the ticket, to say whether the numbers or the first member are to blame.
         """
+        self.is_collected = True
         self._holder.clear()
         self._ledgered.clear()
         self._overflowed.clear()
@@ -57,6 +61,8 @@ class ClaimBook:
 
     def ask(self, member: Member, index: int) -> Answer:
         """One member asks for one ticket."""
+        if not self.is_collected:
+            return Answer("denied", "the ledgers are being collected")
         if member.key not in self.members:
             return Answer("denied", "not a member of this stage in this step")
         if member.key in self.struck:

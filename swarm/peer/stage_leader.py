@@ -27,6 +27,8 @@ class StageLeader:
         self._link = link
         self._member = member
         self._books: dict[int, ClaimBook] = {}
+        #: Set, and replaced, when a collection has ended.
+        self._collected = asyncio.Event()
         link.register(m.Claim, self._on_claim)
         link.register(m.Gather, self._on_gather)
         link.register(m.Average, self._on_average)
@@ -50,6 +52,9 @@ class StageLeader:
         self._member.require_stage(message.stage)
         self._member.step_state(message.step)  # refuses steps that are over or too far ahead
         book = self._book(message.step)
+        while not book.is_collected:
+            await self._collected.wait()
+            book = self._book(message.step)
         if message.term.order != book.term.order:
             raise Refuse("wrong_state", f"claims are granted at term {book.term.order}, not {message.term.order}")
         granted = []
@@ -94,6 +99,7 @@ class StageLeader:
             struck |= known.struck  # struck for the whole step
         book = ClaimBook(message.step, message.term, message.members)
         book.struck |= struck
+        book.is_collected = False
         self._books[message.step] = book
         asked = [x for x in message.members if x.key not in book.struck]
         seals = [s for s in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if s is not None]
@@ -102,6 +108,8 @@ class StageLeader:
         self._compare(book, seals)
         seals = [s for s in seals if s.member.key not in book.struck]
         book.load(seals)
+        self._collected.set()
+        self._collected = asyncio.Event()
         return m.Gathered(
             seals=tuple(s for s in seals if s.member.key not in book.struck), struck=tuple(book.struck.values())
         )

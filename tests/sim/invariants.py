@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.base.virtual_time import VirtualTimeLoop
-from swarm.lifecycle.claims import ClaimBook
 from swarm.net.transport import Progress
 from swarm.peer.stage_peer import StagePeer
 
@@ -108,21 +107,18 @@ class Invariants:
 
     def _check_twice(self, stage: int, step: int, index: int, holders: list[StagePeer]) -> None:
         """Several live members hold one ticket: the newest book must count one of them at most."""
-        books = [
-            (peer, peer.leader._books[step]) for peer in self._simulation.stage_peers(stage) if step in peer.leader._books
-        ]
+        books = [p.leader._books[step] for p in self._simulation.stage_peers(stage) if step in p.leader._books]
+        if any(peer.member.num_commits > step for peer in self._simulation.stage_peers()):
+            return  # decided: what ledgers hold of it counts no more, and its books are closed one after the other
         if not books:
             return  # the leader is gone: nobody grants, and the next one collects first
-        leader, book = max(books, key=lambda x: x[1].term.order)
-        if self._is_collecting(leader, book):
+        book = max(books, key=lambda x: x.term.order)
+        if not book.is_collected:
             return
         counted = [p for p in holders if p.member.me.key in book.members and p.member.me.key not in book.struck]
         if len(counted) > 1:
             names = [p.member.me.peer[:8] for p in counted]
             self._broken(f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none struck at {book.term.order}")
-
-    def _is_collecting(self, leader: StagePeer, book: ClaimBook) -> bool:
-        return not book.is_collected
 
     def _check_requests(self, now: float) -> None:
         simulation = self._simulation

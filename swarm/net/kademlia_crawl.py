@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kademlia.crawling import SpiderCrawl
@@ -18,13 +19,24 @@ from swarm.net.kademlia_rpc import Reply, ReplyFuture
 _ENOUGH_ANSWERS = 3
 #: Questions at once, however many nodes are silent.
 _MAX_PARALLEL = 32
+#: An answer is hoped for until so many times the time after which it is late.
+_PATIENCE = 3
+
+
+@dataclass(slots=True)
+class _Question:
+    node: Node
+    late_at: float
+    given_up_at: float
+    is_late: bool = False
 
 
 class NearestCrawl(SpiderCrawl):
     """Finds the nodes nearest to `node` that answer.
 
-    A node silent for its `patience_s` gives its place to the next nearest, and from then on twice as many are asked at
-    once, so that a table full of dead contacts costs little. Its request runs on to its time-out.
+    A node that is late gives its place to the next nearest, and from then on twice as many are asked at once, so that a
+    table full of dead contacts costs little. Its answer is welcome until the end: a crawl with answers enough ends when
+    all that are still out have been silent for long enough for a lost datagram to be sent again.
 
     Args:
         protocol: kademlia's protocol, whose own node is never asked.
@@ -32,7 +44,7 @@ class NearestCrawl(SpiderCrawl):
         peers: where to start.
         ksize: how many of the nearest are wanted.
         alpha: questions at once.
-        patience_s: how long a node's answer may take before the crawl goes on without it.
+        late_s: how long a node's answer may take before another is asked in its place.
         ask: sends the question.
         read: takes a reply's body and the node that sent it and returns the nodes it names; None spoils the reply.
     """
@@ -45,18 +57,16 @@ class NearestCrawl(SpiderCrawl):
         ksize: int,
         alpha: int,
         *,
-        patience_s: Callable[[Node], float],
+        late_s: Callable[[Node], float],
         ask: Callable[[Node], ReplyFuture],
         read: Callable[[Node, Any], list[Node] | None],
     ) -> None:
         super().__init__(protocol, node, peers, ksize, alpha)
         self._parallel = alpha
-        self._patience_s = patience_s
+        self._late_s = late_s
         self._ask = ask
         self._read = read
-        #: Who was asked, and until when it is not slow.
-        self._in_flight: dict[ReplyFuture, tuple[Node, float]] = {}
-        self._slow: set[ReplyFuture] = set()
+        self._in_flight: dict[ReplyFuture, _Question] = {}
         self._answered: dict[bytes, Node] = {}
         #: Other addresses under which a node was named; tried if the first one is silent.
         self._elsewhere: dict[bytes, list[Node]] = {}
@@ -76,14 +86,18 @@ class NearestCrawl(SpiderCrawl):
         loop = asyncio.get_running_loop()
         try:
             while self._ask_more(loop.time()):
-                waited_for = [until for future, (_, until) in self._in_flight.items() if future not in self._slow]
-                if not waited_for and len(self._answered) >= min(self.ksize, _ENOUGH_ANSWERS):
+                now = loop.time()
+                hopeful = [question for question in self._in_flight.values() if question.given_up_at > now]
+                if not hopeful and len(self._answered) >= min(self.ksize, _ENOUGH_ANSWERS):
                     break
-                timeout = max(0.0, min(waited_for) - loop.time()) if waited_for else None
-                done, _ = await asyncio.wait(self._in_flight, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                due = [question.given_up_at if question.is_late else question.late_at for question in hopeful]
+                done, _ = await asyncio.wait(
+                    self._in_flight, timeout=max(0.0, min(due) - now) if due else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 for future in done:
-                    self._accept(self._in_flight.pop(future)[0], future.result())
-                self._mark_slow(loop.time())
+                    self._accept(self._in_flight.pop(future).node, future.result())
+                self._mark_late(loop.time())
         except asyncio.CancelledError:
             for future in self._in_flight:
                 future.cancel()
@@ -91,10 +105,11 @@ class NearestCrawl(SpiderCrawl):
         return sorted(self._answered.values(), key=self.node.distance_to)[: self.ksize]
 
     def _ask_more(self, now: float) -> bool:
-        num_fresh = sum(future not in self._slow for future in self._in_flight)
+        num_fresh = sum(not question.is_late for question in self._in_flight.values())
         for node in self.nearest.get_uncontacted()[: max(0, self._parallel - num_fresh)]:
             self.nearest.mark_contacted(node)
-            self._in_flight[self._ask(node)] = (node, now + self._patience_s(node))
+            late_s = self._late_s(node)
+            self._in_flight[self._ask(node)] = _Question(node, now + late_s, now + _PATIENCE * late_s)
         return bool(self._in_flight)
 
     def _accept(self, node: Node, reply: Reply | None) -> None:
@@ -116,15 +131,13 @@ class NearestCrawl(SpiderCrawl):
                 self.nearest.contacted.discard(other.id)
                 self.nearest.push(other)
 
-    def _mark_slow(self, now: float) -> None:
-        slow = [
-            future for future, (_, until) in self._in_flight.items() if until <= now and future not in self._slow
-        ]
-        if slow:
+    def _mark_late(self, now: float) -> None:
+        late = [question for question in self._in_flight.values() if not question.is_late and question.late_at <= now]
+        if late:
             self._parallel = min(2 * self._parallel, _MAX_PARALLEL)
-        for future in slow:
-            self._slow.add(future)
-            self._give_place(self._in_flight[future][0])
+        for question in late:
+            question.is_late = True
+            self._give_place(question.node)
 
     def _give_place(self, node: Node) -> None:
         if node.id in self._answered:

@@ -22,8 +22,6 @@ from swarm.net.kademlia_rpc import RecordProtocol, ReplyFuture
 from swarm.net.record_storage import RecordVerifier
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
 
-#: A node's silence is worth so many times what a lost datagram is detected after.
-_PATIENCE = 3
 #: A sample is complete, or given up, after so many rounds of questions.
 _MAX_SAMPLE_ROUNDS = 16
 #: A set of up to so many times the sample is read as a whole: that is cheaper, and exact.
@@ -61,7 +59,7 @@ class Lookups:
         rng: draws samples.
         replication: nodes that hold a record.
         alpha: questions at once.
-        slow_s: patience with a node before round trips are measured.
+        slow_s: when an answer is late before round trips are measured.
     """
 
     def __init__(
@@ -186,24 +184,27 @@ class Lookups:
             nodes = read(node, body)
             return None if nodes is None else self._usable(node, nodes)
 
-        peers: list[Node] = [*self._protocol.router.find_neighbors(target)]
+        neighbors = self._protocol.router.find_neighbors(target)
+        peers: list[Node] = [node for node in neighbors if not self._protocol.seems_dead(node)] or [*neighbors]
         crawl = NearestCrawl(
-            self._protocol, target, peers, width, self._alpha, patience_s=self._patience_s, ask=ask, read=read_usable
+            self._protocol, target, peers, width, self._alpha, late_s=self._late_s, ask=ask, read=read_usable
         )
         nearest = await crawl.find()
         self._counters["crawls"] += 1
         self._counters["crawl_hops"] += crawl.num_hops
         return nearest
 
-    def _patience_s(self, node: Node) -> float:
-        """Time for a lost datagram to be sent again and answered."""
+    def _late_s(self, node: Node) -> float:
         if not self._protocol.known.typical_round_trip_s:
             return self._slow_s
-        return _PATIENCE * self._protocol.lost_after_s(node)
+        return self._protocol.lost_after_s(node)
 
     def _usable(self, teller: Node, nodes: Sequence[Node]) -> list[Node]:
+        """Those of `nodes` that can be asked and do not seem dead: others may not have noticed yet."""
         return [
-            node for node in nodes if self._protocol.can_send_to(node.ip) and plausible_for(node.ip, teller.ip)
+            node for node in nodes
+            if self._protocol.can_send_to(node.ip) and plausible_for(node.ip, teller.ip)
+            and not self._protocol.seems_dead(node)
         ]
 
     def _read(self, unpack: Callable[[Any], Any], body: Any) -> Any:

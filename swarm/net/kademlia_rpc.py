@@ -183,6 +183,9 @@ class RecordProtocol(KademliaProtocol):
         """Seconds after which a datagram to `node` is more likely lost than slow."""
         return self.known.lost_after_s((node.ip, node.port))
 
+    def seems_dead(self, node: Node) -> bool:
+        return self.known.seems_dead((node.ip, node.port))
+
     def _write(self, call: _Call) -> None:
         """A proof is asked for until one was seen from this id at this address."""
         known = self.known.of((call.node.ip, call.node.port))
@@ -197,6 +200,7 @@ class RecordProtocol(KademliaProtocol):
         now, attempt = self._loop.time(), len(call.sent_at)
         if attempt:
             self._counters["retransmissions"] += 1
+            self.known.lost((call.node.ip, call.node.port))
         call.sent_at.append(now)
         fails_at = call.started_at + self._timing.timeout_s
         again_at = now + self.lost_after_s(call.node) * 2**attempt
@@ -223,6 +227,7 @@ class RecordProtocol(KademliaProtocol):
     def _timeout(self, msg_id: bytes) -> None:
         call = self._outstanding[msg_id]
         self._counters["timeouts"] += 1
+        self.known.lost((call.node.ip, call.node.port))
         if call.node.id and self.router.missed(call.node, call.started_at):
             self._drop(call.node)
         self._finish(msg_id, call, None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,14 @@ class Average:
     sum_squares: float
 
 
+#: Runs a job off the event loop.
+RunJob = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+async def _at_once(job: Callable[[], Any]) -> Any:
+    return job()
+
+
 #: Sends slice `j` (None if this member contributes nothing) to member j and returns the reduced slice.
 Exchange = Callable[[int, torch.Tensor | None], Awaitable[torch.Tensor]]
 
@@ -48,7 +57,7 @@ class Round:
 
     def __init__(
         self, term: Term, seals: Sequence[Seal], me: tuple[str, str], contribution: torch.Tensor | None, *,
-        num_elements: int, dtype: torch.dtype,
+        num_elements: int, dtype: torch.dtype, run_job: RunJob = _at_once,
     ) -> None:  # fmt: skip
         self.term = term
         self.seals = tuple(seals)
@@ -57,6 +66,8 @@ class Round:
         self._contribution = contribution
         self._num_elements = num_elements
         self._dtype = dtype
+        self._run_job = run_job
+        self._summing: asyncio.Task[None] | None = None
         self._bounds = bounds(num_elements, [1.0] * len(seals))
         self._parts: dict[int, torch.Tensor | None] = {self.me: self._part(self.me)}
         self._reduced: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
@@ -91,15 +102,28 @@ class Round:
         return await asyncio.shield(self._reduced)
 
     def _try_reduce(self) -> None:
-        if len(self._parts) < len(self.members) or self._reduced.done():
-            return
-        total = torch.zeros(self.slice_elements, dtype=self._dtype)
-        for index in range(len(self.members)):
-            part = self._parts[index]
-            if part is not None:
+        if len(self._parts) == len(self.members) and self._summing is None and not self._reduced.done():
+            self._summing = asyncio.get_running_loop().create_task(self._reduce(), name="reduce a slice")
+
+    async def _reduce(self) -> None:
+        parts = [part for _, part in sorted(self._parts.items()) if part is not None]
+        self._parts = dict.fromkeys(self._parts)  # let go of what was received
+
+        def job() -> torch.Tensor:
+            if len(parts) == 1:
+                return parts[0]
+            total = torch.zeros(self.slice_elements, dtype=self._dtype)
+            for part in parts:
                 total += part
-            self._parts[index] = None  # let go of what was received
-        self._reduced.set_result(total)
+            return total
+
+        try:
+            total = await self._run_job(job)
+        except Exception as error:
+            self.fail(RoundFailed(f"the sum failed: {error}"))
+        else:
+            if not self._reduced.done():
+                self._reduced.set_result(total)
 
     def fail(self, error: RoundFailed) -> None:
         """End the round: waiting callers get an error at once instead of a time-out."""
@@ -112,17 +136,22 @@ class Round:
         Raises:
             RoundFailed: naming the members that could not be exchanged with.
         """
-        flat = torch.empty(self._num_elements, dtype=self._dtype)
+        alone = len(self.members) == 1
+        flat = torch.empty(0 if alone else self._num_elements, dtype=self._dtype)
         suspects: list[Member] = []
         reasons: list[str] = []
 
         async def one(j: int) -> None:
+            nonlocal flat
             start, end = self._bounds[j]
             try:
                 reduced = await (asyncio.shield(self._reduced) if j == self.me else exchange(j, self._part(j)))
                 if reduced.shape != (end - start,) or reduced.dtype != self._dtype:
                     raise RoundFailed(f"slice {j} came back with the wrong shape", [self.members[j]])
-                flat[start:end] = reduced
+                if alone:
+                    flat = reduced
+                else:
+                    flat[start:end] = reduced
             except LinkError as error:
                 suspects.append(self.members[j])
                 reasons.append(f"{self.members[j].peer[:8]}: {error}")
@@ -137,5 +166,10 @@ class Round:
         await asyncio.gather(*(one(j) for j in range(len(self.members))))
         if reasons:
             raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
-        sum_squares = float(flat.double().square().sum())
-        return Average(self.term, self.seals, flat, digest_of([flat]), sum_squares)
+        digest, sum_squares = await self._run_job(lambda: (digest_of([flat]), sum_of_squares(flat)))
+        return Average(self.term, self.seals, flat, digest, sum_squares)
+
+
+def sum_of_squares(flat: torch.Tensor) -> float:
+    """In fp64, without a temporary of the tensor's size."""
+    return sum(float(torch.dot(part, part)) for part in (chunk.double() for chunk in flat.split(2**16)))

@@ -127,17 +127,22 @@ def parse_config(data: dict[str, Any], *, where: str) -> RunConfig:
     if isinstance(timing, dict):
         timing = dict(timing)
         preset = timing.pop("preset", "local")
-        if preset not in TIMING_PRESETS:
+        if not isinstance(preset, str) or preset not in TIMING_PRESETS:
             raise ConfigError(f"{where}: timing preset {preset!r} is none of {', '.join(TIMING_PRESETS)}")
         data["timing"] = {**TIMING_PRESETS[preset], **timing}
     try:
         return RunConfig(**data)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "configuration"
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{where}: unknown key {field!r}") from None
-        raise ConfigError(f"{where}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{where}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One line: the field, and what is wrong with it."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {field!r}"
+    return ": ".join(part for part in (field, first["msg"].removeprefix("Value error, ")) if part)
 
 
 def parse_config_bytes(config_bytes: bytes) -> RunConfig:
@@ -147,7 +152,9 @@ def parse_config_bytes(config_bytes: bytes) -> RunConfig:
         ConfigError: if the bytes are no configuration that this version understands.
     """
     try:
-        data = json.loads(config_bytes)
-        return RunConfig(**data)
+        return RunConfig(**json.loads(config_bytes))
+    except ValidationError as error:
+        reason = _first_problem(error)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"the run's configuration is not understood by this version: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+    raise ConfigError(f"the run's configuration is not understood by this version: {reason}")

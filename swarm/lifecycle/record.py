@@ -74,7 +74,7 @@ def decide(
     tokens = results[-1].tokens
     if not overflow and any(result.tokens != tokens for result in results):
         raise InternalError(f"step {step}: stages disagree on tokens: {[result.tokens for result in results]}")
-    norm = math.sqrt(math.fsum(result.sum_squares for result in results)) / tokens if tokens else 0.0
+    norm = math.sqrt(sum(result.sum_squares for result in results)) / tokens if tokens else 0.0
     skipped = overflow or tokens == 0 or not math.isfinite(norm)
     coefficient = 1.0 if skipped else clip_coefficient(norm, config.max_grad_norm)
     scale, age = previous.loss_scale, previous.scale_age + 1

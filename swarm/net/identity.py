@@ -6,10 +6,12 @@ Must not know the DHT or the run. The file is private (mode 0600) and is only ev
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -112,14 +114,41 @@ class Identity:
         return number
 
     def _reserve(self) -> None:
+        """Reserve a block that no process reserved before, this one or another that uses the same file."""
         assert self._path is not None
-        reserved = self._next + SEQUENCE_BLOCK
-        fields = {"private_key": self.private_key.private_bytes_raw().hex(), "sequence": reserved}
         try:
-            _replace_file(self._path, json.dumps(fields).encode())
+            with _locked(self._path) as content:
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    self._next = max(self._next, self._parse(content, self._path)._next)
+                reserved = self._next + SEQUENCE_BLOCK
+                fields = {"private_key": self.private_key.private_bytes_raw().hex(), "sequence": reserved}
+                _replace_file(self._path, json.dumps(fields).encode())
         except OSError as error:
             raise StorageError(f"identity file {self._path} cannot be written: {error.strerror}") from None
         self._reserved = reserved
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bytes]:
+    """Keep others from replacing `path` meanwhile; gives its content, empty if it does not exist yet.
+
+    The lock is on the file itself, so that it leaves nothing behind; whoever gets it for a replaced file tries again.
+    """
+    while True:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            yield b""
+            return
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                replaced = os.stat(path).st_ino != os.fstat(file.fileno()).st_ino
+            except FileNotFoundError:
+                replaced = True
+            if not replaced:
+                yield file.read(_MAX_FILE_BYTES + 1)
+                return
 
 
 def _replace_file(path: Path, data: bytes) -> None:

@@ -65,6 +65,13 @@ class LiveRoutingTable(RoutingTable):
         self.add_contact(contact)
         return contact
 
+    def suspect(self, node: Node) -> None:
+        """Note that `node` is silent, before its request has failed: others are asked first, and it is probed soon."""
+        known = self.contact(node.id) if node.id else None
+        if known is not None and known.same_home_as(node) and not known.misses:
+            known.misses = 1
+            known.missed_at = self._now()
+
     def missed(self, node: Node, started_at: float) -> bool:
         """Note that a request to `node`, sent at `started_at`, got no answer; True if that was one too many."""
         known = self.contact(node.id)

@@ -120,7 +120,7 @@ class RecordProtocol(KademliaProtocol):
         self.router = LiveRoutingTable(self, ksize, source_node, now=self._loop.time, max_misses=timing.max_misses)
         self._private_key = private_key
         self._timing = timing
-        self.known = KnownAddresses(least_s=timing.least_wait_s, most_s=timing.timeout_s / 3)
+        self.known = KnownAddresses(least_s=timing.least_wait_s, most_s=timing.timeout_s / 3, now=self._loop.time)
         self._tokens = AddressTokens(os.urandom(32), self._loop.time)
         self._counters = counters
         self._on_contact = on_contact
@@ -198,9 +198,11 @@ class RecordProtocol(KademliaProtocol):
     def _transmit(self, call_id: bytes) -> None:
         call = self._outstanding[call_id]
         now, attempt = self._loop.time(), len(call.sent_at)
-        if attempt:
+        if attempt > call.renewals:
             self._counters["retransmissions"] += 1
             self.known.lost((call.node.ip, call.node.port))
+            if self.seems_dead(call.node):
+                self.router.suspect(call.node)
         call.sent_at.append(now)
         fails_at = call.started_at + self._timing.timeout_s
         again_at = now + self.lost_after_s(call.node) * 2**attempt

@@ -35,8 +35,13 @@ log = logging.getLogger(__name__)
 #: Of the holders of a record, so many of the nearest to its key hand it on to newcomers.
 _NUM_CARERS = 2
 _MAX_UNASKED = 256
-#: Stores or pings in flight at once for upkeep.
-_BATCH = 64
+#: New contacts asked at once: one of many that join together is as good as another.
+_MAX_ASKED = 4
+#: Stores in flight at once for upkeep.
+_BATCH = 16
+_PINGS = 64
+#: While some contacts are silent, others are probed after so many time-outs without a word.
+_QUIET_TIMEOUTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,16 +224,23 @@ class RecordServer(Server):
             await asyncio.sleep(self._timing.bootstrap_retry_s if lonely else self._timing.rpc.timeout_s)
             if lonely:
                 await self._rejoin()
-            quiet_since = loop.time() - self._timing.refresh_s
-            await self._ping([
-                contact for contact in self.protocol.router.contacts()
-                if contact.misses or contact.seen_at < quiet_since
-            ])
+            await self._ping(self._due_for_a_ping())
             if await self._ask_newcomers():
                 refresh_at = min(refresh_at, loop.time() + self._rng.random())
             if loop.time() >= refresh_at:
                 await self._refresh_table()
                 refresh_at = loop.time() + self._refresh_delay_s()
+
+    def _due_for_a_ping(self) -> list[Contact]:
+        """The silent, and those long not heard of; where some fell silent at once, others may have too."""
+        contacts = self.protocol.router.contacts()
+        silent = [contact for contact in contacts if contact.misses]
+        quiet_s = self._timing.refresh_s
+        if silent:
+            quiet_s = min(quiet_s, _QUIET_TIMEOUTS * self._timing.rpc.timeout_s)
+        quiet_since = asyncio.get_running_loop().time() - quiet_s
+        quiet = [contact for contact in contacts if not contact.misses and contact.seen_at < quiet_since]
+        return [*silent, *sorted(quiet, key=lambda contact: contact.seen_at)[:_PINGS]]
 
     async def _ask_newcomers(self) -> bool:
         """Ask new contacts for nodes near this one; True if they name some that should have been known.
@@ -236,7 +248,7 @@ class RecordServer(Server):
         Then two DHTs have met, or a partition has healed, and a refresh must not wait its turn.
         """
         now = asyncio.get_running_loop().time()
-        due = [contact for contact, ask_at in self._unasked.items() if ask_at <= now][:_BATCH]
+        due = [contact for contact, ask_at in self._unasked.items() if ask_at <= now][:_MAX_ASKED]
         for contact in due:
             del self._unasked[contact]
         named = await asyncio.gather(*(self.lookups.neighbours_of(contact, self.node) for contact in due))
@@ -265,8 +277,8 @@ class RecordServer(Server):
             await self.bootstrap(addresses)
 
     async def _ping(self, nodes: Sequence[Node]) -> None:
-        for start in range(0, len(nodes), _BATCH):
-            await asyncio.gather(*(self.protocol.call_ping(node) for node in nodes[start : start + _BATCH]))
+        for start in range(0, len(nodes), _PINGS):
+            await asyncio.gather(*(self.protocol.call_ping(node) for node in nodes[start : start + _PINGS]))
 
     async def _refresh_table(self) -> None:
         """Rejoin, walk to this node and to a random one, hand on what nobody renewed."""

@@ -25,6 +25,8 @@ TOKEN_BYTES = 8
 PROOF_BYTES = 96
 
 _CAPACITY = 8192
+#: Half-life of a measured busy moment, in seconds.
+_FADES_S = 2.0
 #: Lost datagrams in a row; at 20 % loss each way one address in twenty looks so for a moment.
 _SEEMS_DEAD = 3
 _TOKEN_LIFE_S = 600.0
@@ -41,16 +43,26 @@ class Known:
     #: Smoothed, in seconds; None before the first answer.
     round_trip_s: float | None = None
     deviation_s: float = 0.0
+    shortest_s: float = math.inf
+    measured_at: float = 0.0
     #: Datagrams taken for lost since the last answer.
     num_lost: int = 0
 
-    def observe(self, seconds: float) -> None:
+    def observe(self, seconds: float, now: float) -> None:
         self.num_lost = 0
         if self.round_trip_s is None:
             self.round_trip_s, self.deviation_s = seconds, seconds / 2
         else:
             self.deviation_s += (abs(seconds - self.round_trip_s) - self.deviation_s) / 4
             self.round_trip_s += (seconds - self.round_trip_s) / 8
+        self.shortest_s = min(self.shortest_s, seconds)
+        self.measured_at = now
+
+    def expected_s(self, now: float) -> float:
+        """Time within which an answer is expected. What a busy moment added to it fades while nothing is measured."""
+        assert self.round_trip_s is not None
+        usual = self.round_trip_s + 4 * self.deviation_s
+        return self.shortest_s + (usual - self.shortest_s) * 0.5 ** ((now - self.measured_at) / _FADES_S)
 
 
 class KnownAddresses:
@@ -59,9 +71,11 @@ class KnownAddresses:
     Args:
         least_s: no datagram is taken for lost sooner, however fast the link is: processes stall.
         most_s: nor later; also what is assumed before the first measurement.
+        now: monotonic clock in seconds.
     """
 
-    def __init__(self, *, least_s: float, most_s: float) -> None:
+    def __init__(self, *, least_s: float, most_s: float, now: Callable[[], float]) -> None:
+        self._now = now
         self._least_s = min(least_s, most_s)
         self._most_s = most_s
         self._known: OrderedDict[tuple[str, int], Known] = OrderedDict()
@@ -83,8 +97,9 @@ class KnownAddresses:
 
     def observe(self, address: tuple[str, int], seconds: float) -> None:
         """A reply from `address` came `seconds` after its request."""
-        self.of(address).observe(seconds)
-        self._anyone.observe(seconds)
+        now = self._now()
+        self.of(address).observe(seconds, now)
+        self._anyone.observe(seconds, now)
 
     def lost_after_s(self, address: tuple[str, int]) -> float:
         """Seconds after which an unanswered datagram to `address` is more likely lost than slow."""
@@ -93,7 +108,7 @@ class KnownAddresses:
             known = self._anyone
         if known.round_trip_s is None:
             return self._most_s
-        return min(self._most_s, max(self._least_s, known.round_trip_s + 4 * known.deviation_s))
+        return min(self._most_s, max(self._least_s, known.expected_s(self._now())))
 
     def lost(self, address: tuple[str, int]) -> None:
         """A datagram to `address` was not answered in time."""

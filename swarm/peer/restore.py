@@ -49,14 +49,14 @@ class RestorePoints:
         if root is None or not root.is_dir():
             return []
 
-        def job() -> list[StageCheckpoint]:
-            return [c for c in scan([root]) if c.stage == self._member.stage and c.record.run == run]
+        damaged: list[StorageError] = []
 
-        try:
-            found = (await self._member.background.run(job, Priority.CONTROL)).value
-        except StorageError as error:
+        def job() -> list[StageCheckpoint]:
+            return [c for c in scan([root], damaged=damaged) if c.stage == self._member.stage and c.record.run == run]
+
+        found = (await self._member.background.run(job, Priority.CONTROL)).value
+        for error in damaged:
             logger.warning("%s", error)
-            return []
         return sorted(found, key=lambda c: c.record.step, reverse=True)
 
     async def load(self, record: m.CommitRecord) -> StageState | None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
-from swarm.stage.digest import digest_of
+from swarm.stage.digest import checksum_of, digest_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.optimizer import OptimizerState, adamw
 from swarm.stage.versions import StageState, VersionStore, make_version
@@ -236,10 +237,13 @@ class StageMember:
             raise RoundFailed("a newer attempt began")
         state.round = Round(
             message.term, message.seals, self.me.key, contribution,
-            num_elements=self.compute.layout.num_elements, dtype=self.compute.master_dtype,
+            num_elements=self.compute.layout.num_elements, dtype=self.compute.master_dtype, run_job=self._in_background,
         )  # fmt: skip
         state.changed.set()
         return state.round
+
+    async def _in_background(self, job: Callable[[], Any]) -> Any:
+        return (await self.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
         self, message: m.Reduce, target: m.Member, part: torch.Tensor | None, me: int
@@ -315,7 +319,7 @@ class StageMember:
             raise Refuse("wrong_run", "the record belongs to another run")
         known = self.record
         if known is not None and not record.newer_than(known):
-            if (record.step == known.step and record.head != known.head) or record.era < known.era:
+            if record.head != known.head or record.era < known.era:  # its sender may follow another lineage
                 raise Refuse("ahead", f"step {known.step} of era {known.era} is newer", record=known)
             return
         self.record = record
@@ -428,9 +432,10 @@ class StageMember:
             newest = self.versions.newest
             masters, optimizer = newest.masters, self.versions.optimizer
             if not record.skipped:
-                gradient = flat.to(compute.device, copy=True)
-                gradient.mul_(record.clip_coefficient / record.tokens)
-                masters, optimizer = adamw(config, masters, gradient, optimizer, learning_rate=record.learning_rate)
+                masters, optimizer = adamw(
+                    config, masters, flat.to(compute.device), optimizer, learning_rate=record.learning_rate,
+                    factor=record.clip_coefficient / record.tokens,
+                )  # fmt: skip
             version = make_version(record, compute.layout, masters, compute.dtype)
             self.versions.add(version, optimizer)
 
@@ -442,7 +447,7 @@ class StageMember:
         """Digest of parameters and optimizer state of the newest version, for the next seal."""
         version, optimizer = self.versions.newest, self.versions.optimizer
         outcome = await self.background.run(
-            lambda: digest_of([version.masters, optimizer.first, optimizer.second]), Priority.CONTROL
+            lambda: checksum_of([version.masters, optimizer.first, optimizer.second]), Priority.CONTROL
         )
         if self.versions.newest is version:
             self.state_digest = outcome.value

@@ -22,6 +22,8 @@ class _Peer:
     key: Key
     assigned_work_s: float
     num_assigned: int = 0
+    #: Samples reserved before anyone of the stage was measured.
+    num_uncharged: int = 0
     weighted_s: float = 0.0
     weight: float = 0.0
     num_failures: int = 0
@@ -49,11 +51,26 @@ class StageRouter:
         gone = set(self._peers) - set(keys)
         for key in sorted(gone):
             del self._peers[key]
-        lowest = min((peer.assigned_work_s for peer in self._peers.values()), default=0.0)
+        lowest = self._lowest()
         for key in keys:
             if key not in self._peers:
                 self._peers[key] = _Peer(key, lowest)
         self._rebuild()
+
+    def _lowest(self) -> float:
+        """Least assigned work among the peers that are in use: where newcomers and returning peers begin."""
+        in_use = [p.assigned_work_s for p in self._peers.values() if not p.banned_until]
+        return min(in_use or [p.assigned_work_s for p in self._peers.values()], default=0.0)
+
+    def _end_bans(self, now: float) -> None:
+        """A peer that comes back is not given all that it missed."""
+        back = [p for p in self._peers.values() if p.banned_until and p.banned_until <= now]
+        if back:
+            lowest = self._lowest()
+            for peer in back:
+                peer.banned_until = 0.0
+                peer.assigned_work_s = max(peer.assigned_work_s, lowest)
+            self._rebuild()
 
     def _rebuild(self) -> None:
         self._heap = [self._entry(peer) for peer in self._peers.values()]
@@ -63,8 +80,11 @@ class StageRouter:
         return (peer.assigned_work_s, peer.num_assigned, self._rng.random(), peer.key)
 
     def _charge(self, peer: _Peer, num_samples: int) -> None:
-        peer.assigned_work_s += num_samples * self._cost(peer)
+        cost = self._cost(peer)
+        peer.assigned_work_s += num_samples * cost
         peer.num_assigned += 1
+        if not cost:
+            peer.num_uncharged += num_samples
 
     def _cost(self, peer: _Peer) -> float:
         own = peer.seconds_per_sample
@@ -78,6 +98,7 @@ class StageRouter:
 
         Banned peers are left out. An empty list means that nobody of the stage may be tried at `now`.
         """
+        self._end_bans(now)
         order = [entry[-1] for entry in heapq.nsmallest(len(self._heap), self._heap)]
         order = [key for key in order if self._peers[key].banned_until <= now]
         if first in order:
@@ -96,9 +117,14 @@ class StageRouter:
         peer = self._peers.get(key)
         if peer is None:
             return
+        first = peer.seconds_per_sample is None
         peer.weighted_s = (1 - EMA_ALPHA) * peer.weighted_s + EMA_ALPHA * seconds / max(1, num_samples)
         peer.weight = (1 - EMA_ALPHA) * peer.weight + EMA_ALPHA
         peer.num_failures = 0
+        if first:  # what was reserved before anyone was measured cost nothing: charged now
+            peer.assigned_work_s += peer.num_uncharged * (peer.seconds_per_sample or 0.0)
+            peer.num_uncharged = 0
+            self._rebuild()
         if reserved is not None and reserved != key:
             self._charge(peer, num_samples)
             self._rebuild()
@@ -108,9 +134,10 @@ class StageRouter:
         peer = self._peers.get(key)
         if peer is None:
             return
+        failures = peer.num_failures
         if waited_s > 0:
             self.observe(key, waited_s, num_samples)
-        peer.num_failures += 1
+        peer.num_failures = failures + 1
         peer.banned_until = now + min(self._max_ban_s, FIRST_BAN_S * 2 ** (peer.num_failures - 1))
 
     def next_unban(self, now: float) -> float | None:

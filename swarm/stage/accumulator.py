@@ -23,6 +23,8 @@ class Accumulator:
         self._device = device
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        #: The sum was handed out as a contribution: it is copied before it changes.
+        self._lent = False
 
     def add(
         self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
@@ -35,8 +37,7 @@ class Accumulator:
         """
         if not self.ledger.may_add(index):
             return "denied"
-        given = [g for g in gradients if g is not None]
-        if not all(bool(ok) for ok in [torch.isfinite(g).all() for g in given]):
+        if not all(_is_finite(g) for g in gradients if g is not None):
             self.ledger.add(index, entry, overflow=True)
             return "overflow"
         try:
@@ -52,6 +53,10 @@ class Accumulator:
         if self._flat is None:
             self._flat = torch.zeros(self._layout.num_elements, dtype=self._dtype, device=self._device)
             self._views = self._layout.views(self._flat)
+        elif self._lent:  # an attempt that was given up may still be sending it
+            self._flat = self._flat.clone()
+            self._views = self._layout.views(self._flat)
+        self._lent = False
         for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is not None:
                 view.add_(gradient, alpha=factor)
@@ -61,7 +66,13 @@ class Accumulator:
         self._flat, self._views = None, []
 
     def contribution(self) -> torch.Tensor | None:
-        """A CPU copy [N] of the sum, unchanged by what comes later; None if nothing was added."""
+        """The sum [N] on the CPU, unchanged by what comes later; None if nothing was added."""
         if self._flat is None or not self.ledger.entries:
             return None
-        return self._flat.detach().cpu().clone() if self._flat.device.type == "cpu" else self._flat.detach().cpu()
+        self._lent = True
+        return self._flat.detach().cpu()
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every element is; without a temporary of the tensor's size."""
+    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

@@ -116,15 +116,37 @@ def write_checkpoint(
         for file in partial.iterdir():
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
+        _put_in_place(partial, target)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"cannot write checkpoint {target}: {error}") from None
-    for old in sorted(parent.glob("step-*"))[: -config.checkpoint_keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    _prune(parent, target, config.checkpoint_keep)
     return target
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename, moving an older checkpoint of the same step aside first; it comes back if the rename is refused."""
+    if not target.exists():
+        partial.rename(target)
+        return
+    aside = target.with_name(f".old-{target.name}-{os.getpid()}")
+    target.rename(aside)
+    try:
+        partial.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _prune(parent: Path, written: Path, keep: int) -> None:
+    """Keep what was just written and the newest others (after a set-back there may be later steps)."""
+    others = sorted(path for path in parent.glob("step-*") if path != written)
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        shutil.rmtree(old, ignore_errors=True)
+    for left in [*parent.glob(".partial-*"), *parent.glob(".old-*")]:  # of processes that were killed
+        if left != written:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -132,11 +154,16 @@ def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, to
     return {prefix + name: view.detach().cpu().clone() for name, view in layout.named(flat).items()}
 
 
-def scan(roots: Iterable[Path]) -> list[StageCheckpoint]:
+def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) -> list[StageCheckpoint]:
     """Every complete stage checkpoint below `roots`, at any depth.
+
+    Args:
+        roots: directories.
+        damaged: takes the errors of checkpoints whose description cannot be read, which are then left out.
 
     Raises:
         ConfigError: if a root does not exist.
+        StorageError: if a description cannot be read and `damaged` is None.
     """
     found = []
     for root in roots:
@@ -155,8 +182,11 @@ def scan(roots: Iterable[Path]) -> list[StageCheckpoint]:
                     digests=dict(meta["digests"]),
                     config_bytes=meta["config"].encode(),
                 ))  # fmt: skip
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise StorageError(f"{path}: not a checkpoint description: {error}") from None
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                reason = StorageError(f"{path}: not a checkpoint description: {' '.join(str(error).split())[:300]}")
+                if damaged is None:
+                    raise reason from None
+                damaged.append(reason)
     return found
 
 
@@ -165,10 +195,12 @@ def find_complete(roots: Iterable[Path], *, step: int | None = None) -> list[Sta
 
     Raises:
         ConfigError: if there is none; says which stages are missing at the newest head.
+        StorageError: if there is none, and a description could not be read.
     """
     roots = list(roots)
     by_head: dict[str, dict[int, StageCheckpoint]] = {}
-    for checkpoint in scan(roots):
+    damaged: list[StorageError] = []
+    for checkpoint in scan(roots, damaged=damaged):
         if step is None or checkpoint.record.step + 1 == step:
             by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, checkpoint)
     where = ", ".join(str(root) for root in roots)
@@ -181,6 +213,8 @@ def find_complete(roots: Iterable[Path], *, step: int | None = None) -> list[Sta
             best = [stages[k] for k in sorted(stages)]
             break
         missing = missing or f"; at step {record.step + 1} stages {absent} are missing"
+    if best is None and damaged:
+        raise damaged[0]
     if best is None:
         wanted = "" if step is None else f" of step {step}"
         raise ConfigError(f"no checkpoint{wanted} that is complete over all stages in {where}{missing}")

@@ -127,7 +127,8 @@ class StageCompute:
             a.graph_bytes = known
             return self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
         storages: dict[int, int] = {}
-        own = {p.untyped_storage().data_ptr() for p in a.version.parameters.values()}
+        held = [*a.version.parameters.values(), *a.inputs.values(), *(a.labels or {}).values()]
+        own = {t.untyped_storage().data_ptr() for t in held}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()

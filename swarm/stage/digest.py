@@ -1,17 +1,40 @@
-"""Digests of tensors: SHA-256 over their bytes, as they lie in CPU memory."""
+"""Digests of tensors: SHA-256 over their bytes, and a fast checksum for the whole state at every step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
 
+import numpy as np
 import torch
+
+#: 64-bit lanes that the checksum folds a tensor into.
+_LANES = 4096
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """64 hex digits over the bytes of contiguous `tensors`, in order; other devices are copied to the CPU first."""
+    """64 hex digits over the bytes of `tensors`, in order; other devices are copied to the CPU first."""
     state = hashlib.sha256()
     for tensor in tensors:
         if tensor.numel():
-            state.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            state.update(_bytes(tensor).data)
+    return state.hexdigest()
+
+
+def checksum_of(tensors: Iterable[torch.Tensor]) -> str:
+    """64 hex digits that differ if one element of replicas does; as fast as memory, but no protection against a forger.
+
+    Each tensor's bytes are added, as 64-bit words that wrap around, into `_LANES` lanes; SHA-256 over the lanes.
+    """
+    state = hashlib.sha256()
+    for tensor in tensors:
+        data = _bytes(tensor)
+        whole = data.size - data.size % (8 * _LANES)
+        if whole:
+            state.update(data[:whole].view(np.uint64).reshape(-1, _LANES).sum(axis=0, dtype=np.uint64).data)
+        state.update(data[whole:].data)
     return state.hexdigest()

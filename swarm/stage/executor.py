@@ -122,6 +122,8 @@ class ThreadExecutor(Executor):
 def _settle(future: asyncio.Future[Any], outcome: Outcome[Any], error: BaseException | None) -> None:
     if future.done():
         return
+    if isinstance(error, StopIteration):  # a future refuses to hold one
+        error = RuntimeError(f"the job raised StopIteration: {error}")
     if error is not None:
         future.set_exception(error)
     else:
@@ -165,9 +167,13 @@ class InlineExecutor(Executor):
             if future.cancelled():
                 continue
             began = loop.time()
-            await asyncio.sleep(self._duration(Priority(priority)))
-            while self.hung:  # noqa: ASYNC110 (a device that hangs sets no event when it goes on)
-                await asyncio.sleep(0.1)
+            try:
+                await asyncio.sleep(self._duration(Priority(priority)))
+                while self.hung:  # noqa: ASYNC110 (a device that hangs sets no event when it goes on)
+                    await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
             try:
                 value, error = job(), None
             except Exception as raised:  # handed to the waiter

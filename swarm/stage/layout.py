@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,9 +39,14 @@ class Layout:
         return dict(zip(self.names, self.views(flat), strict=True))
 
     def flatten(self, tensors: Iterable[torch.Tensor], *, dtype: torch.dtype, device: str) -> torch.Tensor:
-        """A new flat tensor holding copies of `tensors`, in the layout's order."""
+        """A new flat tensor holding copies of `tensors`, in the layout's order.
+
+        Raises:
+            ValueError: if a shape is not the layout's.
+        """
         flat = torch.empty(self.num_elements, dtype=dtype, device=device)
         for view, tensor, shape in zip(self.views(flat), tensors, self.shapes, strict=True):
-            assert math.prod(shape) == tensor.numel()
-            view.copy_(tensor.detach().reshape(shape))
+            if tensor.shape != shape:
+                raise ValueError(f"a tensor of shape {tuple(tensor.shape)} where {tuple(shape)} belongs")
+            view.copy_(tensor.detach())
         return flat

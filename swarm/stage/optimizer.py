@@ -27,24 +27,40 @@ class OptimizerState:
         return cls(torch.zeros_like(masters), torch.zeros_like(masters), 0)
 
 
+#: Elements that one pass handles: its temporaries stay in the processor's cache.
+_CHUNK = 2**16
+
+
 def adamw(
-    config: RunConfig, masters: torch.Tensor, gradient: torch.Tensor, state: OptimizerState, *, learning_rate: float
-) -> tuple[torch.Tensor, OptimizerState]:
+    config: RunConfig, masters: torch.Tensor, gradient: torch.Tensor, state: OptimizerState, *, learning_rate: float,
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, OptimizerState]:  # fmt: skip
     """One update.
 
     Args:
         config: betas, epsilon and weight decay.
         masters: flat [N] parameters, fp32 or fp64; not modified.
-        gradient: flat [N], same dtype; used as scratch space afterwards.
+        gradient: flat [N], same dtype; not modified.
         state: not modified.
         learning_rate: of this step.
+        factor: the gradient is multiplied with it first.
 
     Returns:
         New masters and new state.
     """
     num_updates = state.num_updates + 1
-    first = (state.first * config.beta1).add_(gradient * (1.0 - config.beta1))
-    second = (state.second * config.beta2).add_(gradient.mul_(gradient).mul_(1.0 - config.beta2))
-    denominator = second.sqrt().div_(math.sqrt(1.0 - config.beta2**num_updates)).add_(config.epsilon)
-    step = (first * (learning_rate / (1.0 - config.beta1**num_updates))).div_(denominator)
-    return (masters * (1.0 - learning_rate * config.weight_decay)).sub_(step), OptimizerState(first, second, num_updates)
+    size = learning_rate / (1.0 - config.beta1**num_updates)
+    root = math.sqrt(1.0 - config.beta2**num_updates)
+    new_masters, new_first, new_second = (torch.empty_like(masters) for _ in range(3))
+    chunk = _CHUNK if masters.device.type == "cpu" else max(1, masters.numel())
+    for start in range(0, masters.numel(), chunk):
+        part = slice(start, start + chunk)
+        scaled = gradient[part] * factor
+        first = torch.mul(state.first[part], config.beta1, out=new_first[part])
+        first.add_(scaled * (1.0 - config.beta1))
+        second = torch.mul(state.second[part], config.beta2, out=new_second[part])
+        second.add_(scaled.mul_(scaled).mul_(1.0 - config.beta2))
+        denominator = second.sqrt().div_(root).add_(config.epsilon)
+        step = (first * size).div_(denominator)
+        torch.mul(masters[part], 1.0 - learning_rate * config.weight_decay, out=new_masters[part]).sub_(step)
+    return new_masters, OptimizerState(new_first, new_second, num_updates)

@@ -144,7 +144,7 @@ def _blockwise() -> Any:
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level, hide = log.level, "kernels" not in sys.modules
     log.setLevel(logging.ERROR)
-    compile_, torch.compile = torch.compile, _refuse_to_compile  # type: ignore[assignment]
+    compile_, torch.compile = torch.compile, _refuse_to_compile
     if hide:
         sys.modules["kernels"] = None  # type: ignore[assignment]  # makes `import kernels` an ImportError
     try:

@@ -8,10 +8,17 @@ the newest state, since a stage of which nobody is left is a different promise (
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import multiprocessing
 import random
+import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 from invariants import run_checked
 from simulation import Node, Simulation, check, small_config
 
@@ -235,3 +242,38 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
         return run_checked(_run(schedule))
     except BaseException as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{schedule}") from error
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one seed: the faults that happened, and the violation with its schedule or ""."""
+
+    seed: int
+    faults: Counter[str]
+    violation: str
+    cpu_s: float
+
+
+def _alone() -> None:
+    """A worker uses one core, says nothing, and does not look for garbage in what it imported."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    gc.freeze()
+    gc.set_threshold(50_000)
+
+
+def _run_seed(seed: int) -> Result:
+    began = time.process_time()
+    faults, violation = Counter[str](), ""
+    try:
+        faults = run_schedule(Schedule.draw(seed))
+    except AssertionError as error:
+        violation = str(error)
+    return Result(seed, faults, violation, time.process_time() - began)
+
+
+def run_seeds(seeds: Iterable[int], *, workers: int = 2) -> Iterator[Result]:
+    """Run `Schedule.draw(seed)` for each, on `workers` processes; results come in the order of the seeds."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_alone) as pool:
+        yield from pool.map(_run_seed, seeds, chunksize=4)

@@ -297,6 +297,11 @@ class Simulation:
     def falsified(self, source: Address, frame: Frame) -> Frame:
         return self.falsify[source](frame) if source in self.falsify else frame
 
+    @property
+    def next_address(self) -> Address:
+        """Of the node that is added next."""
+        return Address("10.0.0.1", self._next_port + 1)
+
     def is_paused(self, address: Address) -> bool:
         return address in self.network._paused
 
@@ -386,6 +391,13 @@ class Simulation:
             node.peer._executor.close()
             node.peer._background.close()
         await node.peer.context.dht.close()
+
+    async def leave(self, name: str) -> None:
+        """SIGTERM: the peer says so, finishes what it has and goes."""
+        node = self.nodes[name]
+        node.peer.stop()
+        await node.peer.close()
+        del self.nodes[name]
 
     def pause(self, node: Node) -> None:
         """SIGSTOP."""

@@ -71,7 +71,7 @@ def test_of_several_mistakes_one_is_named() -> None:
 
 def test_a_mistake_in_the_batch_sizes_says_both() -> None:
     message = message_of({"target_batch_size": 10, "micro_batch_size": 4})
-    assert message == "run.toml: configuration: target_batch_size 10 is not a multiple of micro_batch_size 4"
+    assert message == "run.toml: target_batch_size 10 is not a multiple of micro_batch_size 4"
 
 
 @pytest.mark.parametrize("preset", list(TIMING_PRESETS))

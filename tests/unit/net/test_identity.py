@@ -111,3 +111,13 @@ def test_signatures_verify():
         peer=identity.peer_id, incarnation="0" * 16, role="trainer", host="h", port=1, ttl_s=1, sequence=0
     )
     assert verify_record("key", identity.sign_record("key", record)) == record
+
+
+def test_two_processes_with_one_file_never_hand_out_the_same_number(tmp_path):
+    path = tmp_path / "identity.json"
+    Identity.load_or_create(path)
+    first, second = Identity.load_or_create(path), Identity.load_or_create(path)
+    numbers = [one.next_sequence() for _ in range(2 * SEQUENCE_BLOCK) for one in (first, second)]
+    assert len(set(numbers)) == len(numbers)
+    assert Identity.load_or_create(path).next_sequence() > max(numbers)
+    assert os.listdir(tmp_path) == ["identity.json"], "the lock leaves nothing behind"

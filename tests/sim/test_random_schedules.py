@@ -1,0 +1,41 @@
+"""Promises 1 to 4 and the invariants under random faults: the first 300 seeds; `benchmarks/chaos.py` runs thousands."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from schedules import KINDS, Schedule, run_seeds
+
+NUM_SCHEDULES = 300
+
+
+def test_promises_hold_under_random_faults():
+    """A violation prints the schedule; `run_schedule(Schedule.draw(seed))` replays it."""
+    began = time.monotonic()
+    results = list(run_seeds(range(NUM_SCHEDULES)))
+    faults: Counter[str] = sum((result.faults for result in results), Counter())
+    cpu_s = sum(result.cpu_s for result in results)
+    print(f"{len(results)} schedules in {time.monotonic() - began:.0f} s, {cpu_s:.0f} s of CPU")
+    print("faults injected: " + ", ".join(f"{kind} {count}" for kind, count in faults.most_common()))
+    violations = [result.violation for result in results if result.violation]
+    assert not violations, f"{len(violations)} of {len(results)} schedules failed; the first:\n{violations[0]}"
+    assert not {kind for kind, _ in KINDS} - set(faults), "some kind of fault never happened"
+
+
+def test_every_schedule_has_the_size_that_was_promised():
+    for seed in range(NUM_SCHEDULES):
+        schedule = Schedule.draw(seed)
+        config = schedule.config()
+        assert schedule.num_stages >= 3, schedule
+        assert schedule.peers_per_stage >= 2, schedule
+        assert schedule.trainers >= 2, schedule
+        assert config.total_steps >= 4, schedule
+        assert config.tickets_per_step >= 8, schedule
+        assert len(schedule.faults) >= 5, schedule
+
+
+def test_the_same_seed_is_the_same_run():
+    first, second = (list(run_seeds([5, 5], workers=1)) for _ in range(2))
+    assert [r.faults for r in first] == [r.faults for r in second]
+    assert first[0].faults == first[1].faults

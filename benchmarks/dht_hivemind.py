@@ -12,8 +12,8 @@ import statistics
 import sys
 import time
 
-from hivemind.utils import get_dht_time
 from hivemind.dht.node import DHTNode
+from hivemind.utils import get_dht_time
 
 
 async def measure(num_nodes: int, num_operations: int) -> dict[str, float]:

@@ -98,6 +98,11 @@ class Ledger:
         self.term = term
         self._claims.clear()
 
+    def spoil(self) -> None:
+        """The sum of finite gradients is not finite: every ticket in it counts as overflow."""
+        self.overflow.update(self.entries)
+        self.entries.clear()
+
     def discard(self) -> None:
         """A backward failed halfway: nothing of this accumulator counts, and no claim from before does."""
         self.entries.clear()

@@ -120,7 +120,10 @@ class RecordProtocol(KademliaProtocol):
         self.router = LiveRoutingTable(self, ksize, source_node, now=self._loop.time, max_misses=timing.max_misses)
         self._private_key = private_key
         self._timing = timing
-        self.known = KnownAddresses(least_s=timing.least_wait_s, most_s=timing.timeout_s / 3, now=self._loop.time)
+        self.known = KnownAddresses(
+            least_s=timing.least_wait_s, most_s=0.6 * timing.timeout_s, unknown_s=timing.timeout_s / 3,
+            now=self._loop.time,
+        )
         self._tokens = AddressTokens(os.urandom(32), self._loop.time)
         self._counters = counters
         self._on_contact = on_contact

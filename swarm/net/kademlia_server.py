@@ -219,12 +219,16 @@ class RecordServer(Server):
         """Look for a first contact for ever, probe those not heard of lately, and refresh now and then."""
         loop = asyncio.get_running_loop()
         refresh_at = loop.time() + self._refresh_delay_s()
+        num_dropped = self._counters["dropped_contacts"]
         while True:
             lonely = not self.protocol.router.contacts()
             await asyncio.sleep(self._timing.bootstrap_retry_s if lonely else self._timing.rpc.timeout_s)
             if lonely:
                 await self._rejoin()
             await self._ping(self._due_for_a_ping())
+            if self._counters["dropped_contacts"] > num_dropped:
+                await self._store_own()
+                num_dropped = self._counters["dropped_contacts"]
             if await self._ask_newcomers():
                 refresh_at = min(refresh_at, loop.time() + self._rng.random())
             if loop.time() >= refresh_at:
@@ -287,6 +291,13 @@ class RecordServer(Server):
         await self.lookups.nearest(Node(self._rng.randbytes(wire.NODE_ID_BYTES)), self.ksize)
         await self._republish()
         self._on_refresh()
+
+    async def _store_own(self) -> None:
+        """Holders of this node's records may have died: see that as many live ones hold them as should."""
+        own = [(key, held) for key, held in self.storage if held.record.peer == self.node.id.hex()]
+        for key, held in own:
+            nearest = await self.lookups.nearest(Node(digest(key)), self._replication)
+            await self._hand_over([(node, key, held.signed) for node in nearest])
 
     async def _republish(self) -> None:
         by_key: dict[str, list[SignedRecord]] = {}

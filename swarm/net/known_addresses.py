@@ -62,7 +62,8 @@ class Known:
         """Time within which an answer is expected. What a busy moment added to it fades while nothing is measured."""
         assert self.round_trip_s is not None
         usual = self.round_trip_s + 4 * self.deviation_s
-        return self.shortest_s + (usual - self.shortest_s) * 0.5 ** ((now - self.measured_at) / _FADES_S)
+        idle = min(usual, 1.5 * self.shortest_s)
+        return idle + (usual - idle) * 0.5 ** ((now - self.measured_at) / _FADES_S)
 
 
 class KnownAddresses:
@@ -70,14 +71,16 @@ class KnownAddresses:
 
     Args:
         least_s: no datagram is taken for lost sooner, however fast the link is: processes stall.
-        most_s: nor later; also what is assumed before the first measurement.
+        most_s: nor later.
+        unknown_s: what is assumed before the first measurement.
         now: monotonic clock in seconds.
     """
 
-    def __init__(self, *, least_s: float, most_s: float, now: Callable[[], float]) -> None:
+    def __init__(self, *, least_s: float, most_s: float, unknown_s: float, now: Callable[[], float]) -> None:
         self._now = now
         self._least_s = min(least_s, most_s)
         self._most_s = most_s
+        self._unknown_s = unknown_s
         self._known: OrderedDict[tuple[str, int], Known] = OrderedDict()
         #: Of all addresses together: stands in for those not measured yet.
         self._anyone = Known()
@@ -107,7 +110,7 @@ class KnownAddresses:
         if known is None or known.round_trip_s is None:
             known = self._anyone
         if known.round_trip_s is None:
-            return self._most_s
+            return self._unknown_s
         return min(self._most_s, max(self._least_s, known.expected_s(self._now())))
 
     def lost(self, address: tuple[str, int]) -> None:

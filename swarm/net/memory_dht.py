@@ -24,7 +24,7 @@ from swarm.wire.records import MAX_TTL_S, PeerRecord, RecordRefused, SignedRecor
 
 _MAX_MISSES = 3
 _MAX_LOST = 64
-_TRANSMISSIONS = 3
+_TRANSMISSIONS = 5
 
 
 class MemoryDhtNetwork:
@@ -100,7 +100,7 @@ class MemoryDht(Dht):
         network: the links.
         identity: its peer id is the node id.
         address: where others reach this node.
-        rpc_timeout_s: seconds until a request fails; it is sent three times within.
+        rpc_timeout_s: seconds until a request fails; it is sent five times within.
         refresh_s: seconds between exchanges of contacts with another node.
         bootstrap_retry_s: seconds between attempts to find the first contact.
         replication: nodes that a record is stored at and asked for.

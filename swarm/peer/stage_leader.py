@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 
-from swarm.base.errors import LinkError, RemoteError
+from swarm.base.errors import LinkError, RemoteError, Stalled
 from swarm.lifecycle.claims import ClaimBook
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy
@@ -153,10 +153,11 @@ class StageLeader:
         self._member.accept_ballot(message.term.ballot)
         progress.follow(lambda: self._member.background.finished)
         targets = [seal.member for seal in message.seals]
-        replies = await asyncio.gather(*(self._reduce(message, x, progress) for x in targets))
+        replies = await self._reduce_all(message, targets, progress)
         holders: dict[str, list[m.Member]] = {}
         suspects: Counter[tuple[str, str]] = Counter()
         reasons: list[str] = []
+        stalled: list[m.Member] = []
         squares = 0.0
         for target, reply in zip(targets, replies, strict=True):
             if isinstance(reply, m.Reduced):
@@ -167,7 +168,9 @@ class StageLeader:
                 if reply.reason:
                     reasons.append(f"{target.peer[:8]}: {reply.reason}")
             else:
-                suspects[target.key] += len(targets)
+                if not isinstance(reply, Stalled):  # that may only mean that it waited for a suspect
+                    suspects[target.key] += len(targets)
+                stalled += [target] if isinstance(reply, Stalled) else []
                 reasons.append(f"{target.peer[:8]}: {reply}")
         if len(holders) == 1:
             digest, who = next(iter(holders.items()))
@@ -175,9 +178,29 @@ class StageLeader:
             return m.Averaged(result=result, reason="; ".join(reasons)[:2000])
         if len(holders) > 1:
             reasons.append("members hold different averages")
+        if not suspects:
+            suspects.update(x.key for x in stalled)
         ordered = [x for x in targets if x.key in suspects]
         ordered.sort(key=lambda x: -suspects[x.key])
         return m.Averaged(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
+
+    async def _reduce_all(
+        self, message: m.Average, targets: list[m.Member], progress: Progress
+    ) -> list[m.Reduced | Exception]:
+        """Every member's reply; once one has failed the others get `request_s` to end, since most cannot any more."""
+        tasks = [asyncio.ensure_future(self._reduce(message, x, progress)) for x in targets]
+        try:
+            waiting = set(tasks)
+            while waiting and not any(t.done() and not _holds(t.result()) for t in tasks):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:
+                await asyncio.wait(waiting, timeout=self._link.context.config.timing.request_s)
+            late = Stalled("did not end with the round")
+            return [t.result() if t.done() else late for t in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _reduce(self, message: m.Average, target: m.Member, progress: Progress) -> m.Reduced | Exception:
         request = m.Reduce(
@@ -189,3 +212,7 @@ class StageLeader:
         except (LinkError, RemoteError) as error:
             return error
         return reply
+
+
+def _holds(reply: m.Reduced | Exception) -> bool:
+    return isinstance(reply, m.Reduced) and bool(reply.average_digest)

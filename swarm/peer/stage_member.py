@@ -170,7 +170,10 @@ class StageMember:
         def job() -> m.Seal:
             if message.term.order < ledger.term.order:
                 raise Refuse("wrong_state", f"term {message.term.order} is below {ledger.term.order}")
-            ledger.collect(message.term, freeze=message.freeze)
+            if message.freeze:
+                state.accumulator.freeze(message.term)
+            else:
+                ledger.collect(message.term, freeze=False)
             return ledger.seal(self.me, self.versions.newest.head, self.state_digest)
 
         seal = (await self.executor.run(job, Priority.CONTROL)).value

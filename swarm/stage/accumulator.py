@@ -11,6 +11,7 @@ import torch
 
 from swarm.lifecycle.step import Entry, Ledger
 from swarm.stage.layout import Layout
+from swarm.wire.messages import Term
 
 
 class Accumulator:
@@ -64,6 +65,13 @@ class Accumulator:
     def discard(self) -> None:
         self.ledger.discard()
         self._flat, self._views = None, []
+
+    def freeze(self, term: Term) -> None:
+        """Seal the ledger for an attempt. Each gradient was finite; if their sum is not, no ticket of it counts."""
+        if self._flat is not None and not _is_finite(self._flat):
+            self.ledger.spoil()
+            self._flat, self._views = None, []
+        self.ledger.collect(term, freeze=True)
 
     def contribution(self) -> torch.Tensor | None:
         """The sum [N] on the CPU, unchanged by what comes later; None if nothing was added."""

@@ -31,7 +31,7 @@ def question(name: Any, *args: Any, token: Any = b"", prove: Any = False, messag
     return b"\x00" + message_id + umsgpack.packb([name, token, prove, list(args)])
 
 
-def sent_to(address: tuple[str, int]) -> list[bytes]:
+async def sent_to(address: tuple[str, int]) -> list[bytes]:
     """Datagrams that arrive at an address where nobody answers."""
     arrived: list[bytes] = []
 
@@ -39,9 +39,7 @@ def sent_to(address: tuple[str, int]) -> list[bytes]:
         def datagram_received(self, data: bytes, addr: Any) -> None:
             arrived.append(data)
 
-    asyncio.get_running_loop().create_task(
-        fabric().create_datagram_endpoint(Sink, sock=fabric().bound_socket(*address)), name="sink"
-    )
+    await fabric().create_datagram_endpoint(Sink, sock=fabric().bound_socket(*address))
     return arrived
 
 
@@ -155,8 +153,7 @@ def test_nobody_is_flooded_in_anothers_name(name):
         nodes = await spawn(12)
         for seed in range(30):
             await nodes[0].publish(KEY, signed(seed))
-        arrived = sent_to(HOME)
-        await asyncio.sleep(1)
+        arrived = await sent_to(HOME)
         record = wire.pack_record(signed(99), 5.0)
         args = {"find_node": [bytes(20)], "find_value": [KEY, b"", True], "sample": [KEY, True], "ping": [],
                 "store": [KEY, record]}[name]

@@ -33,11 +33,11 @@ class Clock:
 
 
 def known(clock: Clock) -> KnownAddresses:
-    return KnownAddresses(least_s=0.05, most_s=0.4, now=clock)
+    return KnownAddresses(least_s=0.05, most_s=0.4, unknown_s=0.3, now=clock)
 
 
-def test_before_any_answer_the_longest_time_is_assumed():
-    assert known(Clock()).lost_after_s(NEAR) == 0.4
+def test_before_any_answer_a_given_time_is_assumed():
+    assert known(Clock()).lost_after_s(NEAR) == 0.3
 
 
 def test_each_address_has_its_own_time_and_strangers_the_common_one():
@@ -62,7 +62,7 @@ def test_a_busy_moment_is_forgotten():
     addresses.observe(NEAR, 0.5)
     assert addresses.lost_after_s(NEAR) == 0.4
     clock.now += 20
-    assert addresses.lost_after_s(NEAR) == pytest.approx(0.06, abs=0.002)
+    assert addresses.lost_after_s(NEAR) == pytest.approx(0.09, abs=0.002)
 
 
 def test_silence_is_noticed_and_an_answer_ends_it():

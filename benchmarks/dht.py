@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import random
 import socket
 import statistics
@@ -487,8 +486,10 @@ def main() -> int:
     if options.worker is not None:
         asyncio.run(work(options.worker))
         return 0
+    from report import machine  # imports torch, which the workers do without
+
     started = time.monotonic()
-    results: dict[str, Any] = {"command": COMMAND, "cores": os.cpu_count()}
+    results: dict[str, Any] = {"command": COMMAND, "facts": machine()}
 
     def measure(what: str, function: Callable[[], Any]) -> Any:
         since = time.monotonic()
@@ -516,7 +517,7 @@ def main() -> int:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "dht.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, RESULTS / "dht.png")
-    print(f"\n{results['seconds']:.0f} s on {results['cores']} cores; reproduce with: {COMMAND}")
+    print(f"\n{results['seconds']:.0f} s on {results['facts']['cores']} cores; reproduce with: {COMMAND}")
     return 0 if all(row[3] for row in rows) else 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from kademlia.crawling import SpiderCrawl
 from kademlia.node import Node
 
-from swarm.net.kademlia_rpc import Reply, ReplyFuture
+from swarm.net.kademlia_calls import Reply, ReplyFuture
 
 #: Enough answers to end a crawl while only silent nodes are left to wait for.
 _ENOUGH_ANSWERS = 3

@@ -20,7 +20,7 @@ from swarm.base.ids import Address
 from swarm.net.contact_file import ContactFile
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
-from swarm.net.kademlia_rpc import RpcTiming
+from swarm.net.kademlia_calls import RpcTiming
 from swarm.net.kademlia_server import RecordServer, ServerTiming
 from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord

@@ -16,9 +16,10 @@ from kademlia.utils import digest
 
 from swarm.base.ids import PeerId
 from swarm.net import kademlia_wire as wire
+from swarm.net.kademlia_calls import ReplyFuture
 from swarm.net.kademlia_crawl import NearestCrawl
 from swarm.net.kademlia_routing import plausible_for
-from swarm.net.kademlia_rpc import RecordProtocol, ReplyFuture
+from swarm.net.kademlia_rpc import RecordProtocol
 from swarm.net.record_storage import RecordVerifier
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
 

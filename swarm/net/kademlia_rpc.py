@@ -14,8 +14,7 @@ import random
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kademlia.node import Node
@@ -24,6 +23,7 @@ from kademlia.protocol import KademliaProtocol
 from swarm.base.errors import InternalError
 from swarm.net import kademlia_wire as wire
 from swarm.net.kademlia_answers import LONG_ANSWERS, NUM_ARGUMENTS, Answers
+from swarm.net.kademlia_calls import Call, Reply, ReplyFuture, RpcTiming
 from swarm.net.kademlia_routing import Contact, LiveRoutingTable
 from swarm.net.known_addresses import PROOF_BYTES, AddressTokens, KnownAddresses, is_proven, prove
 from swarm.net.record_storage import RecordStorage
@@ -35,54 +35,6 @@ _MAX_PROBES = 256
 _MAX_RENEWALS = 2
 #: Datagrams are dropped, as a network would, while the socket's backlog is over this.
 _MAX_BACKLOG_BYTES = 1 << 20
-
-
-class Stranger(Node):
-    """A node of which only the address is known."""
-
-    def __init__(self, ip: str, port: int) -> None:
-        super().__init__(bytes(wire.NODE_ID_BYTES), ip, port)
-        self.id = b""
-
-
-class Reply(NamedTuple):
-    """What the node at the asked address answered."""
-
-    node_id: bytes
-    body: Any
-
-
-#: Ends with the reply, or with None after the last retransmission went unanswered.
-ReplyFuture = asyncio.Future[Reply | None]
-
-
-@dataclass(slots=True)
-class _Call:
-    node: Node
-    name: str
-    args: tuple[Any, ...]
-    future: ReplyFuture
-    started_at: float
-    max_transmissions: int
-    content: bytes = b""
-    sent_at: list[float] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
-    #: Times that it was asked anew, with another token or for a proof.
-    renewals: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RpcTiming:
-    """How long a request waits."""
-
-    #: Seconds until a request fails.
-    timeout_s: float = 1.0
-    #: Times that it is sent at most, at growing intervals that begin with what the round trips measured so far suggest.
-    transmissions: int = 5
-    #: No datagram is taken for lost before so many seconds.
-    least_wait_s: float = 0.05
-    #: A contact is dropped after so many failed requests in a row.
-    max_misses: int = 3
 
 
 class RecordProtocol(KademliaProtocol):
@@ -101,7 +53,7 @@ class RecordProtocol(KademliaProtocol):
 
     router: LiveRoutingTable
     storage: RecordStorage
-    _outstanding: dict[bytes, _Call]
+    _outstanding: dict[bytes, Call]
 
     def __init__(
         self,
@@ -172,7 +124,7 @@ class RecordProtocol(KademliaProtocol):
             future.set_result(None)
             return future
         call_id = os.urandom(wire.CALL_ID_BYTES)
-        call = _Call(
+        call = Call(
             node, name, args, future, self._loop.time(), max_transmissions or self._timing.transmissions
         )
         self._outstanding[call_id] = call
@@ -189,7 +141,7 @@ class RecordProtocol(KademliaProtocol):
     def seems_dead(self, node: Node) -> bool:
         return self.known.seems_dead((node.ip, node.port))
 
-    def _write(self, call: _Call) -> None:
+    def _write(self, call: Call) -> None:
         """A proof is asked for until one was seen from this id at this address."""
         known = self.known.of((call.node.ip, call.node.port))
         wants_proof = not known.node_id or call.node.id not in (b"", known.node_id)
@@ -216,7 +168,7 @@ class RecordProtocol(KademliaProtocol):
         datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
         self._send(datagram, (call.node.ip, call.node.port))
 
-    def _renew(self, call_id: bytes, call: _Call) -> None:
+    def _renew(self, call_id: bytes, call: Call) -> None:
         """Ask again at once, with what was learned of the address; a node that is never content gets no answer."""
         call.renewals += 1
         if call.renewals > _MAX_RENEWALS:
@@ -243,7 +195,7 @@ class RecordProtocol(KademliaProtocol):
         while len(self.lost) > 64:
             del self.lost[next(iter(self.lost))]
 
-    def _finish(self, message_id: bytes, call: _Call, reply: Reply | None) -> None:
+    def _finish(self, message_id: bytes, call: Call, reply: Reply | None) -> None:
         self._forget(message_id)
         if not call.future.done():
             call.future.set_result(reply)
@@ -283,7 +235,7 @@ class RecordProtocol(KademliaProtocol):
             known.node_id = answer.node_id
         self._accept_proven(call_id, call, answer)
 
-    def _accept_proven(self, call_id: bytes, call: _Call, answer: wire.Answer) -> None:
+    def _accept_proven(self, call_id: bytes, call: Call, answer: wire.Answer) -> None:
         """The owner of `answer.node_id` lives at the address that was asked."""
         ip, port = call.node.ip, call.node.port
         expected = call.node.id in (b"", answer.node_id)

@@ -24,9 +24,10 @@ from kademlia.utils import digest
 
 from swarm.base.ids import Address, peer_id_of
 from swarm.net import kademlia_wire as wire
+from swarm.net.kademlia_calls import RpcTiming, Stranger
 from swarm.net.kademlia_lookups import Lookups
 from swarm.net.kademlia_routing import Contact
-from swarm.net.kademlia_rpc import RecordProtocol, RpcTiming, Stranger
+from swarm.net.kademlia_rpc import RecordProtocol
 from swarm.net.record_storage import RecordStorage, RecordVerifier
 from swarm.wire.records import MAX_TTL_S, PeerRecord, SignedRecord
 

@@ -24,6 +24,8 @@ from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord, verify_r
 REFUSALS = frozenset({"oversize", "forged", "malformed", "expired", "old_sequence", "full"})
 
 
+#: Records that are looked through for the first to expire.
+_VERY_MANY = 1024
 #: Not the name of any record.
 _NOBODY = ("", "")
 
@@ -240,9 +242,9 @@ class RecordStorage(IStorage):
         with many keys crowds out only itself. Otherwise the first to expire does, of the same source if it has any.
         """
         own = by_source.get(new.source, ())
-        crowd = max(by_source.values(), key=len)
-        if len(own) + 1 < len(crowd):
-            return self._soonest(crowd)[1:]
+        crowd = max((len(group), source) for source, group in by_source.items())[1]
+        if len(own) + 1 < len(by_source[crowd]):
+            return self._soonest(by_source[crowd])[1:]
         if not own or len(by_source) == 1:
             candidates: Collection[tuple[str, PeerId]] = [one for group in by_source.values() for one in group]
         else:
@@ -257,7 +259,7 @@ class RecordStorage(IStorage):
         """The first to expire of `candidates`; of very many, of those held for longest."""
         return min(
             (self._keys[key].held[peer].expires_at, key, peer)
-            for key, peer in itertools.islice(candidates, self._limits.per_key)
+            for key, peer in itertools.islice(candidates, _VERY_MANY)
         )
 
     def _first_to_expire(self) -> tuple[float, str, PeerId]:

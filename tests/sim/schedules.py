@@ -120,7 +120,8 @@ class Faults:
         self.simulation.troubled.add(node.name)
         await self.simulation.kill(node.name)
         await asyncio.sleep(for_s / 4)
-        await self.simulation.add_stage_peer(node.name, stage)  # the same identity, another incarnation
+        # The same identity, another incarnation, as often as not at the same address.
+        await self.simulation.add_stage_peer(node.name, stage, same_port=rng.random() < 0.5)
         self.simulation.troubled.discard(node.name)
         return True
 

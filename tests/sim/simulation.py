@@ -276,6 +276,7 @@ class Simulation:
         self._forward_s = forward_s
         self._next_port = 1000
         self._identities: dict[str, Identity] = {}
+        self._addresses: dict[str, Address] = {}
         #: Names of nodes that a fault is at work on.
         self.troubled: set[str] = set()
         #: Every record that any peer saw, by step: two heads for one step are two models.
@@ -307,9 +308,13 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def _context(self, name: str, role: str) -> PeerContext:
-        self._next_port += 1
-        address = Address("10.0.0.1", self._next_port)
+    def _context(self, name: str, role: str, *, same_port: bool = False) -> PeerContext:
+        if same_port and name in self._addresses:
+            address = self._addresses[name]
+            self.dht_network.heal([address])
+        else:
+            address = self._addresses[name] = self.next_address
+            self._next_port += 1
         identity = self._identities.get(name)
         if identity is None:
             identity = self._identities[name] = Identity.ephemeral(random.Random(self.rng.getrandbits(64)))
@@ -336,8 +341,11 @@ class Simulation:
         context = self._context(name, "backbone")
         return await self._start(Node(name, context.transport.address, context.identity, Backbone(context)))
 
-    async def add_stage_peer(self, name: str, stage: int, *, memory_limit_bytes: int = 2**30) -> Node:
-        context = self._context(name, "stage")
+    async def add_stage_peer(
+        self, name: str, stage: int, *, memory_limit_bytes: int = 2**30, same_port: bool = False
+    ) -> Node:
+        """A name that was there before is the same identity; with `same_port` it is found at the same address, too."""
+        context = self._context(name, "stage", same_port=same_port)
         executor = _Executor(self, self._duration(name))
         peer = StagePeer(
             context, stage=stage, factory=self.factory, executor=executor,  # type: ignore[arg-type]

@@ -58,14 +58,17 @@ def test_a_slow_peer_abandoned_mid_request_whose_downstream_call_still_runs():
     run_checked(main())
 
 
+@pytest.mark.parametrize("same_port", [False, True])
 @pytest.mark.parametrize("victim", ["leader", "member"])
-def test_a_restart_with_the_same_identity_between_seal_and_average(victim):
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_restart_with_the_same_identity_between_seal_and_average(step, victim, same_port):
     """The seal names an incarnation that is gone: its contribution must not be taken for the newcomer's empty one."""
 
     async def main():
         simulation = Simulation(small_config(total_steps=5), seed=22)
         await simulation.start(peers_per_stage=2, trainers=1)
-        with Held(simulation, kind(m.Average, step=2, stage=1)) as held:
+        await simulation.began()
+        with Held(simulation, kind(m.Average, step=step, stage=1)) as held:
             call = await held.reached()
             leader = node_at(simulation, call.target)
             member = next(n for n in (node_of(simulation, s.member) for s in call.message.seals) if n is not leader)
@@ -73,11 +76,13 @@ def test_a_restart_with_the_same_identity_between_seal_and_average(victim):
             old = gone.peer.member.me
             assert old.key in {seal.member.key for seal in call.message.seals}
             await simulation.kill(gone.name)
-            new = await simulation.add_stage_peer(gone.name, 1)
+            new = await simulation.add_stage_peer(gone.name, 1, same_port=same_port)
             assert (new.peer.member.me.peer, new.peer.member.me.incarnation) != old.key
             assert new.peer.member.me.peer == old.peer
+            assert (new.address == gone.address) == same_port
+            await asyncio.sleep(0.1)
         await simulation.finish()
-        record = simulation.commits[2]
+        record = simulation.commits[step]
         assert record.reopened > 0, "the step ended without the tickets of the dead incarnation"
         assert old.key not in {x.key for x in record.results[1].holders}
         check(simulation)

@@ -8,8 +8,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 from swarm.net.identity import Identity
+from swarm.net.kademlia_calls import Stranger
 from swarm.net.kademlia_dht import KademliaDht
-from swarm.net.kademlia_rpc import RecordProtocol, Stranger
+from swarm.net.kademlia_rpc import RecordProtocol
 from swarm.net.memory_datagrams import DatagramLoop
 from swarm.wire.records import PeerRecord, SignedRecord
 

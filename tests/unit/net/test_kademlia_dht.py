@@ -24,9 +24,9 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
 from swarm.net import kademlia_wire as wire
 from swarm.net.identity import Identity
+from swarm.net.kademlia_calls import Stranger
 from swarm.net.kademlia_dht import KademliaDht
 from swarm.net.kademlia_routing import LiveRoutingTable, plausible_for
-from swarm.net.kademlia_rpc import Stranger
 from swarm.wire.records import SignedRecord
 
 

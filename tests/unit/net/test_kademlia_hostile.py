@@ -19,7 +19,7 @@ from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed,
 
 from swarm.net import kademlia_wire as wire
 from swarm.net.kademlia_answers import NUM_ARGUMENTS
-from swarm.net.kademlia_rpc import Stranger
+from swarm.net.kademlia_calls import Stranger
 from swarm.net.known_addresses import prove
 from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, SignedRecord

@@ -46,6 +46,7 @@ class _Row:
     signed: SignedRecord
     record: PeerRecord
     expires_at: float
+    source: str
 
 
 class SlowStorage:
@@ -62,10 +63,21 @@ class SlowStorage:
         self.rows = [row for row in self.rows if row.expires_at > now]
         return [row for row in self.rows if key in (None, row.key)]
 
-    def put(self, key: str, signed: SignedRecord, remaining_s: float) -> str:
+    def gives_way(self, new: _Row, group: list[_Row]) -> _Row | None:
+        """Of the largest source, if the new one's is smaller by two; else the first to expire, of its own if it has any."""
+        own = [row for row in group if row.source == new.source]
+        sizes = {source: sum(row.source == source for row in group) for source in {row.source for row in group}}
+        largest = max(sizes, key=lambda source: (sizes[source], source))
+        order = lambda row: (row.expires_at, row.key, row.record.peer)  # noqa: E731
+        if len(own) + 1 < sizes[largest]:
+            return min((row for row in group if row.source == largest), key=order)
+        victim = min(own or group, key=order)
+        return victim if new.expires_at > victim.expires_at else None
+
+    def put(self, key: str, signed: SignedRecord, remaining_s: float, source: str) -> str:
         now, record = self.clock(), verify_record(key, signed)
         rows = self.live()
-        new = _Row(key, signed, record, now + min(remaining_s, record.ttl_s))
+        new = _Row(key, signed, record, now + min(remaining_s, record.ttl_s), source)
         same = [row for row in rows if (row.key, row.record.peer) == (key, record.peer)]
         if new.expires_at <= now:
             return "expired"
@@ -82,15 +94,17 @@ class SlowStorage:
         if same and same[0].record.sequence >= record.sequence:
             return "old_sequence"
         if not same:
-            victims: list[_Row] = []
-            for full, group in (
-                (self.limits.per_key, [row for row in rows if row.key == key]),
-                (self.limits.per_writer, [row for row in rows if row.record.peer == record.peer]),
-                (self.limits.total, rows),
-            ):
-                if len(group) - len(victims) * (group is rows) >= full:
-                    victims.append(min(group, key=lambda row: (row.expires_at, row.key, row.record.peer)))
-            if any(new.expires_at <= victim.expires_at for victim in victims):
+            victims: list[_Row | None] = []
+            on_key = [row for row in rows if row.key == key]
+            written = [row for row in rows if row.record.peer == record.peer]
+            if len(on_key) >= self.limits.per_key:
+                victims.append(self.gives_way(new, on_key))
+            if len(written) >= self.limits.per_writer:  # its own, whoever brought them
+                first = min(written, key=lambda row: (row.expires_at, row.key))
+                victims.append(first if new.expires_at > first.expires_at else None)
+            if not victims and len(rows) >= self.limits.total:
+                victims.append(self.gives_way(new, rows))
+            if None in victims:
                 return "full"
             same += victims
         self.rows = [row for row in self.rows if row not in same] + [new]
@@ -100,23 +114,25 @@ class SlowStorage:
 puts = st.tuples(
     st.integers(0, len(WRITERS) - 1), st.sampled_from(KEYS), st.integers(0, 3), st.sampled_from([2.0, 5.0, 9.0]),
     st.integers(1, 2), st.sampled_from([-1.0, 0.0, 1.5, 4.0, 100.0]), st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]),
+    st.sampled_from(["", "10.0.0.1", "10.0.0.1", "10.0.0.2"]),
 )
 
 
 @settings(max_examples=200, deadline=None)
 @example(  # a short-lived newer record must not shorten the memory of a long-lived older one
-    [(0, "a", 1, 9.0, 1, 1.5, 0.0), (0, "a", 2, 2.0, 1, 4.0, 3.0), (0, "a", 1, 9.0, 1, 4.0, 3.0)] * 2, (8, 8, 99)
+    [(0, "a", 1, 9.0, 1, 1.5, 0.0, ""), (0, "a", 2, 2.0, 1, 4.0, 3.0, ""), (0, "a", 1, 9.0, 1, 4.0, 3.0, "")] * 2,
+    (8, 8, 99),
 )
-@given(st.lists(puts, max_size=40), st.sampled_from([(8, 8, 99), (2, 8, 99), (8, 2, 99), (8, 8, 4), (3, 3, 5)]))
+@given(st.lists(puts, max_size=40), st.sampled_from([(8, 8, 99), (2, 8, 99), (8, 2, 99), (8, 8, 4), (8, 8, 7), (3, 3, 5)]))
 def test_behaves_like_its_slow_twin(steps, bounds):
     clock = Clock()
     limits = StorageLimits(per_key=bounds[0], per_writer=bounds[1], total=bounds[2])
     fast = RecordStorage(now=clock, verifier=VERIFIER, limits=limits, counters=Counter())
     slow = SlowStorage(clock, limits)
-    for writer, key, sequence, ttl_s, port, remaining_s, pause_s in steps:
+    for writer, key, sequence, ttl_s, port, remaining_s, pause_s, source in steps:
         clock.now += pause_s
         record = signed(writer, key, sequence, ttl_s, port)
-        assert fast.put(key, record, remaining_s) == slow.put(key, record, remaining_s)
+        assert fast.put(key, record, remaining_s, source) == slow.put(key, record, remaining_s, source)
         assert fast.num_records == len(slow.live())
         for key in KEYS:
             held = {(held.signed.signature, fast.remaining_s(held)) for held in fast.get(key, ())}

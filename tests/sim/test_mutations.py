@@ -1,0 +1,272 @@
+"""Deliberate bugs: each makes one of these schedules fail, so the schedules would see such a bug. Unchanged code passes all.
+
+A bug is a monkeypatch on the product, as small as the slip that it stands for. It counts as seen if a promise or an
+invariant breaks, if a peer fails, or if the run does not end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from invariants import run_checked
+from phases import Held, committed, kind, until
+from simulation import Simulation, check, small_config
+
+from swarm.base.errors import SwarmError
+from swarm.base.virtual_time import Deadlock
+from swarm.lifecycle.coverage import Coverage
+from swarm.lifecycle.step import STEP, Ledger
+from swarm.peer.micro_batches import MicroBatchServer
+from swarm.peer.stage_leader import StageLeader
+from swarm.peer.stage_member import StageMember
+from swarm.stage.accumulator import Accumulator
+from swarm.stage.compute import StageCompute
+from swarm.wire import messages as m
+
+# ---------------------------------------------------------------------------------------------------- schedules
+
+
+async def _end(simulation):
+    await simulation.finish(within_s=200.0)
+    check(simulation)
+    await simulation.abandon()
+
+
+async def calm(seed):
+    simulation = Simulation(small_config(total_steps=3), seed=seed)
+    await simulation.start(peers_per_stage=2, trainers=1)
+    await _end(simulation)
+
+
+async def lost_replies(seed):
+    """Backwards that were done, whose replies are lost: retried at the same peer and at others."""
+    simulation = Simulation(small_config(total_steps=3), seed=seed, drop_reply=0.02)
+    await simulation.start(peers_per_stage=2, trainers=2)
+    await _end(simulation)
+
+
+async def half_backward(seed):
+    simulation = Simulation(small_config(total_steps=3), seed=seed)
+    await simulation.start(peers_per_stage=2, trainers=1)
+    node = simulation.nodes["stage1.0"]
+    await until(lambda: 1 in node.peer.member._steps and len(node.peer.member._steps[1].accumulator.ledger.entries) >= 2,
+                "two tickets in a ledger")  # fmt: skip
+    node.fail_halfway = 1
+    await _end(simulation)
+
+
+async def restart_between_seal_and_average(seed):
+    """In the very first step, when a newcomer knows as much as anyone."""
+    simulation = Simulation(small_config(total_steps=3), seed=seed)
+    await simulation.start(peers_per_stage=2, trainers=1)
+    with Held(simulation, kind(m.Average, step=0, stage=1)) as held:
+        call = await held.reached()
+        leader = next(n for n in simulation.nodes.values() if n.address == call.target)
+        name = "stage1.0" if leader.name == "stage1.1" else "stage1.1"
+        await simulation.kill(name)
+        await simulation.add_stage_peer(name, 1, same_port=True)
+        await asyncio.sleep(0.1)
+    await _end(simulation)
+
+
+async def backward_after_the_seal(seed):
+    """A member's claim is void once another leads; its backward comes when it was sealed without that ticket."""
+    simulation = Simulation(small_config(total_steps=3), seed=seed)
+    await simulation.start(peers_per_stage=3, trainers=1)
+    await committed(simulation, 1)
+    leader, *rest = [x.port for x in simulation.commits[0].members[1]]
+    nodes = {n.address.port: n for n in simulation.nodes.values()}
+    late = nodes[rest[-1]]
+    with Held(simulation, kind(m.Train, stage=2, step=1, source=late), limit=1) as backward:
+        below = await backward.reached()
+        above = next(c for c in simulation.open_calls if c.target == late.address and kind(m.Train)(c)
+                     and c.message.ticket == below.message.ticket)  # fmt: skip
+        simulation.network.cut(above.source, late.address)
+        await simulation.kill(nodes[leader].name)
+        with Held(simulation, kind(m.Average, step=1, stage=1)) as average:
+            call = await average.reached()
+            assert late.peer.member.me.key in {seal.member.key for seal in call.message.seals}
+            backward.release()
+            await until(lambda: below.reply is not None or below.error is not None, "the late backward")
+            await asyncio.sleep(0.1)
+    simulation.network.heal(above.source, late.address)
+    await _end(simulation)
+
+
+async def commit_between_forward_and_backward(seed):
+    """With delayed updates, and no room for graphs."""
+    simulation = Simulation(small_config(total_steps=4, delay_steps=1), seed=seed)
+    await simulation.add_backbone("backbone0")
+    for stage in range(3):
+        await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=4 * 6 * 8 + 4 * 8 + 100)
+    await simulation.add_trainer("trainer0", in_flight=1)
+    versions = simulation.nodes["stage0.0"].peer.member.versions
+    with Held(simulation, kind(m.Train, stage=1, step=2), limit=1) as held:
+        await held.reached()
+        before = versions.newest.head
+        await until(lambda: versions.newest.head != before, "a commit")
+    await _end(simulation)
+
+
+SCHEDULES = (
+    calm, lost_replies, half_backward, restart_between_seal_and_average, backward_after_the_seal,
+    commit_between_forward_and_backward,
+)  # fmt: skip
+SEEDS = (1, 2)
+
+# ---------------------------------------------------------------------------------------------------- mutations
+
+
+def count_a_retry_twice(patch):
+    def may_add(self, index):
+        return self.state == "open" and self._claims.get(index) == self.term.order
+
+    patch.setattr(Ledger, "may_add", may_add)
+
+
+def accept_a_claim_without_its_leader(patch):
+    def may_add(self, index):
+        return self.state == "open" and index not in self
+
+    patch.setattr(Ledger, "may_add", may_add)
+
+
+def seal_without_freezing(patch):
+    """The ledger is read and the table moved, but claims stay and the compute thread is not told to stop."""
+
+    def collect(self, term, *, freeze):
+        self.state = STEP.next(self.state, "freeze" if freeze else "open")
+        self.term = term
+
+    def may_add(self, index):
+        return index not in self and index in self._claims
+
+    patch.setattr(Ledger, "collect", collect)
+    patch.setattr(Ledger, "may_add", may_add)
+
+
+def commit_without_coverage(patch):
+    patch.setattr(Coverage, "covered", property(lambda self: frozenset(range(8))))
+
+
+def clip_per_stage(patch):
+    advance = StageMember.advance
+
+    async def clipped(self, record, flat):
+        norm = math.sqrt(record.results[self.stage].sum_squares) / record.tokens
+        coefficient = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        await advance(self, record.model_copy(update={"clip_coefficient": coefficient}), flat)
+
+    patch.setattr(StageMember, "advance", clipped)
+
+
+def ignore_an_incarnation(patch):
+    """A restarted peer is taken for what it was: its former self's seal has it average, with nothing in its hands."""
+    on_reduce = StageMember._on_reduce
+
+    async def as_before(self, message, frame, progress):
+        ledger = self.step_state(message.step).accumulator.ledger
+        if ledger.term.order < message.term.order:
+            ledger.collect(message.term, freeze=True)
+        return await on_reduce(self, message, frame, progress)
+
+    patch.setattr(m.Member, "key", property(lambda self: (self.peer, "")))
+    patch.setattr(StageMember, "_on_reduce", as_before)
+
+
+def apply_a_record_twice(patch):
+    advance = StageMember.advance
+
+    async def twice(self, record, flat):
+        await advance(self, record, flat)
+        await advance(self, record, flat)
+
+    patch.setattr(StageMember, "advance", twice)
+
+
+def recompute_with_newer_parameters(patch):
+    init, backward = StageMember.__init__, StageCompute.backward
+
+    def remembering(self, *args):
+        init(self, *args)
+        self.compute.of_member = self
+
+    def newest(self, activation, output_gradients):
+        if activation.outputs is None:
+            activation.version = self.of_member.versions.newest
+        return backward(self, activation, output_gradients)
+
+    patch.setattr(StageMember, "__init__", remembering)
+    patch.setattr(StageCompute, "backward", newest)
+
+
+def keep_the_ledger_of_a_discarded_accumulator(patch):
+    def discard(self):
+        self._flat, self._views = None, []
+
+    patch.setattr(Accumulator, "discard", discard)
+
+
+def divide_by_micro_batches_instead_of_tokens(patch):
+    advance = StageMember.advance
+
+    async def divided(self, record, flat):
+        await advance(self, record.model_copy(update={"tokens": record.results[0].num_tickets}), flat)
+
+    patch.setattr(StageMember, "advance", divided)
+
+
+def serve_whatever_version_is_newest(patch):
+    """The head that a request names is not looked at."""
+
+    async def version(self, message):
+        return self._member.versions.newest
+
+    patch.setattr(MicroBatchServer, "_version", version)
+
+
+def grant_every_claim(patch):
+    """A leader grants without its book."""
+    on_claim = StageLeader._on_claim
+
+    async def generous(self, message, frame, progress):
+        reply = await on_claim(self, message, frame, progress)
+        return reply.model_copy(update={"granted": message.indexes})
+
+    patch.setattr(StageLeader, "_on_claim", generous)
+
+
+MUTATIONS = {
+    count_a_retry_twice: lost_replies,
+    accept_a_claim_without_its_leader: lost_replies,
+    seal_without_freezing: backward_after_the_seal,
+    commit_without_coverage: half_backward,
+    clip_per_stage: calm,
+    ignore_an_incarnation: restart_between_seal_and_average,
+    apply_a_record_twice: calm,
+    recompute_with_newer_parameters: commit_between_forward_and_backward,
+    keep_the_ledger_of_a_discarded_accumulator: half_backward,
+    divide_by_micro_batches_instead_of_tokens: calm,
+    serve_whatever_version_is_newest: commit_between_forward_and_backward,
+    grant_every_claim: lost_replies,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
+def test_unchanged_code_passes(schedule):
+    for seed in SEEDS:
+        run_checked(schedule(seed))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_schedules_see_this_bug(mutation, monkeypatch):
+    mutation(monkeypatch)
+    for seed in SEEDS:
+        try:
+            run_checked(MUTATIONS[mutation](seed))
+        except (AssertionError, SwarmError, Deadlock) as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"{MUTATIONS[mutation].__name__} passes with the bug {mutation.__name__!r}")

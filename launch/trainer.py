@@ -25,7 +25,8 @@ from launch.runner import main_of, run_peer
 from launch.step_lines import step_text
 
 if TYPE_CHECKING:
-    from swarm.peer.trainer import Evaluation, StepReport, Trainer
+    from swarm.peer.reports import Evaluation, StepReport
+    from swarm.peer.trainer import Trainer
 
 PROGRAM = "launch_trainer"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
-from swarm.wire.messages import Seal
+from swarm.wire.messages import Member, Seal, StageResult, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,4 +52,21 @@ def coverage_of(seals: Iterable[Seal]) -> Coverage:
         overflow=frozenset(confirmed),
         unconfirmed={index: frozenset(peers) for index, peers in open_.items() if index not in confirmed},
         blamed=frozenset(peer for index, peers in said.items() if index in held for peer in peers),
+    )
+
+
+def stage_result(
+    term: Term, seals: tuple[Seal, ...], digest: str, sum_squares: float, holders: tuple[Member, ...]
+) -> StageResult:
+    """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
+    coverage = coverage_of(seals)
+    return StageResult(
+        attempt=term,
+        average_digest=digest,
+        sum_squares=sum_squares,
+        num_tickets=len(coverage.covered),
+        num_overflow=len(coverage.overflow),
+        tokens=sum(seal.tokens for seal in seals),
+        loss_sum=sum(seal.loss_sum for seal in seals),
+        holders=holders,
     )

@@ -11,9 +11,10 @@ from collections import Counter
 
 from swarm.base.errors import LinkError, RemoteError, Stalled
 from swarm.lifecycle.claims import ClaimBook
+from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy
-from swarm.peer.stage_member import StageMember, stage_result
+from swarm.peer.stage_member import StageMember
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 

@@ -10,26 +10,24 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from swarm.averaging.all_reduce import Average, Round, RoundFailed
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ballot
-from swarm.lifecycle.coverage import coverage_of
+from swarm.lifecycle.coverage import stage_result
 from swarm.lifecycle.record import genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
-from swarm.stage.digest import checksum_of, digest_of
+from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.optimizer import OptimizerState, adamw
 from swarm.stage.versions import StageState, VersionStore, make_version
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
-from swarm.wire.framing import Buffer, Frame
+from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +50,10 @@ class StepState:
 
 async def _nothing_to_restore(record: m.CommitRecord) -> StageState | None:
     return None
+
+
+async def _nobody_to_copy_from(holder: m.Member, step: int, digest: str) -> torch.Tensor:
+    raise RemoteError("no way to copy averages")
 
 
 class StageMember:
@@ -83,8 +85,11 @@ class StageMember:
         self.coordinator: m.Member | None = None
         self.committed = asyncio.Condition()
         self.state_digest = ""
-        self._steps: dict[int, StepState] = {}
-        self._last_average: tuple[int, Average] | None = None
+        #: Steps that have not committed, and the average of the one that did last.
+        self.steps: dict[int, StepState] = {}
+        self.last_average: tuple[int, Average] | None = None
+        #: Copies an average from one of its holders; see `rounds.py`.
+        self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
         self.commit_lock = asyncio.Lock()
         #: Called after each record was applied or queued, in order.
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []
@@ -93,8 +98,7 @@ class StageMember:
         #: Steps that were committed and then set back, by a restore or by another lineage.
         self.discarded_steps = 0
         for kind, handler in (
-            (m.Collect, self._on_collect), (m.Revoke, self._on_revoke), (m.Reduce, self._on_reduce),
-            (m.Slice, self._on_slice), (m.FetchAverage, self._on_fetch_average), (m.Commit, self._on_commit),
+            (m.Collect, self._on_collect), (m.Revoke, self._on_revoke), (m.Commit, self._on_commit),
             (m.Elect, self._on_elect),
         ):  # fmt: skip
             link.register(kind, handler)
@@ -130,7 +134,7 @@ class StageMember:
 
     def leader_of(self, step: int) -> m.Member | None:
         """Who grants claims for `step`: the last to collect, else the record's first ready member."""
-        state = self._steps.get(step)
+        state = self.steps.get(step)
         if state is not None and state.leader is not None:
             return state.leader
         return next((x for x in self.members_for(step) if x.ready), None)
@@ -145,9 +149,9 @@ class StageMember:
             raise Refuse("stale", f"step {step} has committed", record=self.record)
         if step > self.num_commits + self.config.delay_steps:
             raise Refuse("behind", f"step {step} is ahead of this peer at {self.num_commits}", record=self.record)
-        state = self._steps.get(step)
+        state = self.steps.get(step)
         if state is None:
-            state = self._steps[step] = StepState(self.make_accumulator(step))
+            state = self.steps[step] = StepState(self.make_accumulator(step))
         return state
 
     def make_accumulator(self, step: int) -> Accumulator:
@@ -193,119 +197,6 @@ class StageMember:
     def require_stage(self, stage: int) -> None:
         if stage != self.stage:
             raise Refuse("wrong_stage", f"this peer serves stage {self.stage}")
-
-    # ------------------------------------------------------------------------------------------------ average
-
-    async def _on_reduce(self, message: m.Reduce, frame: Frame, progress: Progress) -> m.Reduced:
-        self.require_stage(message.stage)
-        self.accept_ballot(message.term.ballot)
-        state = self.step_state(message.step)
-        ledger = state.accumulator.ledger
-        if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
-            raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
-        progress.follow(lambda: self.background.finished)
-        try:
-            round_ = await self._round(state, message)
-            progress.follow(lambda: round_.num_parts)
-            async with asyncio.timeout(self.config.timing.average_s):
-                average = await round_.run(lambda j, part: self._exchange(message, round_.members[j], part, round_.me))
-        except RoundFailed as failure:
-            self._leave_round(state, message.term)
-            return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
-        except TimeoutError:
-            self._leave_round(state, message.term)
-            return m.Reduced(reason=f"no average within {self.config.timing.average_s:g} s")
-        if ledger.term.order != message.term.order or ledger.state != "averaging":
-            return m.Reduced(reason="a newer attempt began")
-        # Invariant: the average is held before the leader hears of it.
-        state.average = average
-        ledger.move("hold")
-        return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares)
-
-    def _leave_round(self, state: StepState, term: m.Term) -> None:
-        ledger = state.accumulator.ledger
-        if ledger.state == "averaging" and ledger.term.order == term.order:
-            ledger.move("fail")
-        if state.round is not None and state.round.term.order == term.order:
-            state.round.fail(RoundFailed("this member left the round"))
-
-    async def _round(self, state: StepState, message: m.Reduce) -> Round:
-        """The round of this attempt; made once, from a copy of the sealed accumulator."""
-        ledger = state.accumulator.ledger
-        if ledger.state != "frozen":
-            raise Refuse("wrong_state", "this round has been started already")
-        ledger.move("reduce")
-        contribution = (await self.executor.run(state.accumulator.contribution, Priority.CONTROL)).value
-        if ledger.term.order != message.term.order or ledger.state != "averaging":
-            raise RoundFailed("a newer attempt began")
-        state.round = Round(
-            message.term, message.seals, self.me.key, contribution,
-            num_elements=self.compute.layout.num_elements, dtype=self.compute.master_dtype, run_job=self._in_background,
-        )  # fmt: skip
-        state.changed.set()
-        return state.round
-
-    async def _in_background(self, job: Callable[[], Any]) -> Any:
-        return (await self.background.run(job, Priority.CONTROL)).value
-
-    async def _exchange(
-        self, message: m.Reduce, target: m.Member, part: torch.Tensor | None, me: int
-    ) -> torch.Tensor:
-        request = m.Slice(
-            run=message.run, stage=self.stage, step=message.step, term=message.term, member=self.me, index=me
-        )
-        buffers: tuple[Buffer, ...] = ()
-        if part is not None:
-            spec, buffer = encode_tensor("slice", part, "raw", "state")
-            request, buffers = request.model_copy(update={"tensors": (spec,)}), (buffer,)
-        timing = self.config.timing
-        _, frame = await self.link.ask(target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.average_s)
-        return decode_tensor(frame.message.tensors[0], frame.buffers[0])
-
-    async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
-        self.require_stage(message.stage)
-        state = self.step_state(message.step)
-        ledger = state.accumulator.ledger
-        while state.round is None or state.round.term.order != message.term.order:
-            # The sender was told to start a moment before this member; a frozen ledger of the attempt vouches for it.
-            if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
-                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
-            state.changed.clear()
-            try:
-                async with asyncio.timeout(self.config.timing.request_s):
-                    await state.changed.wait()
-            except TimeoutError:
-                raise Refuse("wrong_state", "this member was not told to start the round") from None
-        round_ = state.round
-        index = round_.index_of(message.member)
-        if index is None or index == round_.me:
-            raise Refuse("not_member", "the sender is not sealed in this attempt")
-        part = None
-        if message.tensors:
-            part = decode_tensor(message.tensors[0], frame.buffers[0])
-            if part.shape != (round_.slice_elements,) or part.dtype != self.compute.master_dtype:
-                raise Refuse("bad_request", f"slice has {tuple(part.shape)} elements, not {round_.slice_elements}")
-            if not bool(torch.isfinite(part).all()):
-                raise Refuse("non_finite", "the slice holds NaN or Inf")
-        progress.follow(lambda: round_.num_parts)
-        try:
-            reduced = await round_.reduce(index, part)
-        except RoundFailed as failure:
-            raise Refuse("failed", str(failure)) from None
-        spec, buffer = encode_tensor("slice", reduced, "raw", "state")
-        return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))
-
-    async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:
-        self.require_stage(message.stage)
-        held = [(s, x.average) for s, x in self._steps.items() if x.average is not None]
-        if self._last_average is not None:
-            held.append(self._last_average)
-        for step, average in held:
-            if step == message.step and average is not None and average.digest == message.digest:
-                part = average.flat[message.offset : message.offset + message.length]
-                spec, buffer = encode_tensor("average", part, "raw", "state")
-                return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
-        raise Refuse("unknown", f"no such average of step {message.step} is held")
 
     # ------------------------------------------------------------------------------------------------ commit
 
@@ -361,8 +252,8 @@ class StageMember:
                 await self._apply(record)
             elif record.head != self.versions.newest.head:
                 logger.warning("behind: record of step %d does not follow this peer's version", record.step)
-            for step in [s for s in self._steps if s <= record.step]:
-                del self._steps[step]
+            for step in [s for s in self.steps if s <= record.step]:
+                del self.steps[step]
             for callback in self.on_commit:
                 callback(record)
             async with self.committed:
@@ -375,20 +266,20 @@ class StageMember:
             "step %d of era %d replaces step %d of era %d: %d committed steps are discarded",
             record.step, record.era, known.step, known.era, known.step - record.step,
         )  # fmt: skip
-        self._steps.clear()
-        self._last_average = None
+        self.steps.clear()
+        self.last_average = None
 
     async def _apply(self, record: m.CommitRecord) -> None:
         average = await self._average_of(record)
         if average is None:
             return
         await self.advance(record, average.flat)
-        self._last_average = (record.step, average)
+        self.last_average = (record.step, average)
 
     async def _average_of(self, record: m.CommitRecord) -> Average | None:
         """The average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""
         result = record.results[self.stage]
-        state = self._steps.get(record.step)
+        state = self.steps.get(record.step)
         if state is not None and state.average is not None and state.average.digest == result.average_digest:
             state.accumulator.ledger.move("commit")
             return state.average
@@ -396,27 +287,13 @@ class StageMember:
             if holder.key == self.me.key:
                 continue
             try:
-                flat = await self._copy_average(holder, record.step, result.average_digest)
+                flat = await self.copy_average(holder, record.step, result.average_digest)
             except SwarmError as error:
                 logger.info("average of step %d not copied from %s: %s", record.step, holder.peer[:8], error)
                 continue
             return Average(result.attempt, (), flat, result.average_digest, result.sum_squares)
         logger.warning("no holder gave the average of step %d", record.step)
         return None
-
-    async def _copy_average(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
-        total = self.compute.layout.num_elements
-        flat = torch.empty(total, dtype=self.compute.master_dtype)
-        for offset in range(0, total, CHUNK_ELEMENTS):
-            request = m.FetchAverage(
-                run=self.context.run, stage=self.stage, step=step, digest=digest, offset=offset, length=CHUNK_ELEMENTS
-            )
-            reply, frame = await self.link.ask(holder, request, m.AverageCopy)
-            part = decode_tensor(reply.tensors[0], frame.buffers[0])
-            flat[offset : offset + CHUNK_ELEMENTS] = part
-        if (await self.background.run(lambda: digest_of([flat]), Priority.CONTROL)).value != digest:
-            raise RemoteError(f"the average from {holder.peer[:8]} has another digest")
-        return flat
 
     async def _queue(self, record: m.CommitRecord) -> None:
         assert self.queued is not None
@@ -425,7 +302,7 @@ class StageMember:
             self.queued.clear()  # a gap: the snapshot must be newer than this record
             return
         self.queued.append((record, average.flat))
-        self._last_average = (record.step, average)
+        self.last_average = (record.step, average)
 
     async def advance(self, record: m.CommitRecord, flat: torch.Tensor) -> None:
         """Apply one record to the newest version: the optimizer step, as a job of the compute thread."""
@@ -462,30 +339,13 @@ class StageMember:
         self.coordinator = message.coordinator
         prepared = [
             (step, self._prepared_result(state.average))
-            for step, state in sorted(self._steps.items())
+            for step, state in sorted(self.steps.items())
             if state.average is not None and state.accumulator.ledger.state == "prepared"
         ]
-        highest = max((s.accumulator.ledger.term for s in self._steps.values()), key=lambda t: t.order, default=m.Term())
+        highest = max((s.accumulator.ledger.term for s in self.steps.values()), key=lambda t: t.order, default=m.Term())
         return m.Elected(
             stage=self.stage, member=self.me, record=self.record, term=highest, prepared=tuple(prepared)
         )
 
     def _prepared_result(self, average: Average) -> m.StageResult:
         return stage_result(average.term, average.seals, average.digest, average.sum_squares, (self.me,))
-
-
-def stage_result(
-    term: m.Term, seals: tuple[m.Seal, ...], digest: str, sum_squares: float, holders: tuple[m.Member, ...]
-) -> m.StageResult:
-    """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
-    coverage = coverage_of(seals)
-    return m.StageResult(
-        attempt=term,
-        average_digest=digest,
-        sum_squares=sum_squares,
-        num_tickets=len(coverage.covered),
-        num_overflow=len(coverage.overflow),
-        tokens=sum(seal.tokens for seal in seals),
-        loss_sum=sum(seal.loss_sum for seal in seals),
-        holders=holders,
-    )

@@ -13,6 +13,7 @@ from swarm.peer.link import Link, Tasks
 from swarm.peer.membership import Membership
 from swarm.peer.micro_batches import MicroBatchServer
 from swarm.peer.restore import RestorePoints
+from swarm.peer.rounds import Rounds
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.stage_leader import StageLeader
 from swarm.peer.stage_member import StageMember
@@ -66,6 +67,7 @@ class StagePeer:
         compute = StageCompute(factory, stage, precision=config.precision, seed=config.seed, device=device)
         compute.show_progress(executor)
         self.member = StageMember(self.link, stage, compute, executor, background, self._tasks)
+        Rounds(self.link, self.member)
         self.leader = StageLeader(self.link, self.member)
         self.membership = Membership(self.link, self.member)
         budget = MemoryBudget(memory_limit_bytes)

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import Ticket
@@ -20,6 +17,7 @@ from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
 from swarm.peer.hop import call_stage
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.reports import BatchLike, Evaluation, FeedLike, StepReport, payload_of
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.peer.wiring import Wiring
@@ -28,61 +26,6 @@ from swarm.wire import messages as m
 from swarm.wire.framing import Buffer
 
 logger = logging.getLogger(__name__)
-
-
-class BatchLike(Protocol):
-    """Named arrays with a leading batch dimension."""
-
-    @property
-    def inputs(self) -> dict[str, np.ndarray]: ...
-    @property
-    def labels(self) -> dict[str, np.ndarray]: ...
-
-
-class FeedLike(Protocol):
-    """Ticket -> samples; `feed.Feed` is the real one."""
-
-    data_digest: str
-
-    def batch(self, ticket: Ticket) -> BatchLike: ...
-    def eval_batches(self) -> list[Any]: ...
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One committed step, as a trainer saw it; all but the times and retries come from the record."""
-
-    record: m.CommitRecord
-    seconds: float
-    retries: int
-
-    def json_line(self) -> dict[str, Any]:
-        record = self.record
-        return {
-            "step": record.step + 1,
-            "head": record.head,
-            "loss": record.loss,
-            "tokens": record.tokens,
-            "tokens_per_s": record.tokens / self.seconds if self.seconds > 0 else 0.0,
-            "seconds": self.seconds,
-            "grad_norm": record.grad_norm,
-            "lr": record.learning_rate,
-            "peers": [len(members) for members in record.members],
-            "retries": self.retries,
-            "skipped": record.skipped,
-            "tickets": [result.num_tickets for result in record.results],
-            "reopened": record.reopened,
-        }
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss in nats per token on the held-out samples, at the head after `step` commits."""
-
-    step: int
-    head: str
-    loss: float
-    tokens: int
 
 
 class Trainer:
@@ -308,7 +251,7 @@ class Trainer:
 
     async def _train(self, ticket: Ticket) -> bool:
         batch = self._feed.batch(ticket)
-        tensors, buffers = _payload(batch)
+        tensors, buffers = payload_of(batch)
         loop = asyncio.get_running_loop()
         downstream: dict[int, str] = {}
         backoff = 0.1
@@ -388,7 +331,7 @@ class Trainer:
         limit = asyncio.Semaphore(2 * self.config.num_stages)
 
         async def one(number: int, batch: BatchLike) -> tuple[float, int]:
-            tensors, buffers = _payload(batch)
+            tensors, buffers = payload_of(batch)
             async with limit:
                 for attempt in range(20):
                     try:
@@ -410,16 +353,3 @@ class Trainer:
             self._on_evaluation(Evaluation(record.step + 1, record.head, loss_sum / tokens, tokens))
         self._evaluated = (record.step, loss_sum, tokens)
         self._report.set()
-
-
-def _payload(batch: BatchLike) -> tuple[tuple[m.TensorSpec, ...], list[Buffer]]:
-    """The batch as raw tensors: inputs for stage 0, labels for the last."""
-    specs: list[m.TensorSpec] = []
-    buffers: list[Buffer] = []
-    for role, arrays in (("input", batch.inputs), ("label", batch.labels)):
-        for name, array in arrays.items():
-            array = np.ascontiguousarray(array)
-            specs.append(m.TensorSpec(name=name, dtype=str(array.dtype), shape=array.shape, role=role))
-            buffers.append(array.data.cast("B") if array.size else b"")
-    return tuple(specs), buffers
-

@@ -10,8 +10,11 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
+from invariants import open_steps
 from simulation import Call, Node, Simulation
 
+from swarm.base.ids import Address
+from swarm.peer.stage_peer import StagePeer
 from swarm.wire import messages as m
 
 Matches = Callable[[Call], bool]
@@ -127,6 +130,21 @@ async def until(condition: Callable[[], bool], what: str, *, within_s: float = 3
 async def committed(simulation: Simulation, steps: int, *, within_s: float = 300.0) -> None:
     """Until some peer took over the record of that many steps."""
     await until(lambda: max(simulation.commits, default=-1) + 1 >= steps, f"{steps} steps committed", within_s=within_s)
+
+
+def ledger(node: Node, step: int) -> set[int]:
+    """Tickets in a stage peer's accumulator of `step`."""
+    assert isinstance(node.peer, StagePeer)
+    state = open_steps(node.peer).get(step)
+    return set() if state is None else set(state.accumulator.ledger.entries)
+
+
+def node_at(simulation: Simulation, address: Address) -> Node:
+    return next(node for node in simulation.nodes.values() if node.address == address)
+
+
+def node_of(simulation: Simulation, member: m.Member) -> Node:
+    return node_at(simulation, Address(member.host, member.port))
 
 
 def coordinator_of(simulation: Simulation) -> Node:

@@ -25,8 +25,9 @@ from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.net.transport import Handler, Progress
 from swarm.peer.backbone import Backbone
 from swarm.peer.context import PeerContext
+from swarm.peer.reports import Evaluation, StepReport
 from swarm.peer.stage_peer import StagePeer
-from swarm.peer.trainer import Evaluation, StepReport, Trainer
+from swarm.peer.trainer import Trainer
 from swarm.policy.schedule import learning_rate
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Outcome, Priority

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from invariants import run_checked
+from invariants import open_steps, run_checked
 from phases import Held, committed, coordinator_of, kind, until
 from simulation import Simulation, check, small_config
 
@@ -44,14 +44,9 @@ async def averaging(simulation, kill):
 async def prepared(simulation, kill):
     """One stage holds its average, the others do not yet."""
     with Held(simulation, lambda c: kind(m.Slice, step=STEP)(c) and c.message.stage != 0):
-        ready = [simulation.nodes[f"stage0.{i}"].peer.member for i in range(2)]
-        await until(lambda: all(_average(x) is not None for x in ready), "stage 0 is prepared")
+        ready = [open_steps(simulation.nodes[f"stage0.{i}"].peer) for i in range(2)]
+        await until(lambda: all(STEP in x and x[STEP].average is not None for x in ready), "stage 0 is prepared")
         await kill()
-
-
-def _average(member):
-    state = member._steps.get(STEP)
-    return None if state is None else state.average
 
 
 async def one_stage_was_told(simulation, kill):

@@ -11,7 +11,7 @@ import math
 
 import pytest
 from invariants import run_checked
-from phases import Held, committed, kind, until
+from phases import Held, committed, kind, ledger, node_at, node_of, until
 from simulation import Simulation, check, small_config
 
 from swarm.base.errors import SwarmError
@@ -51,8 +51,7 @@ async def half_backward(seed):
     simulation = Simulation(small_config(total_steps=3), seed=seed)
     await simulation.start(peers_per_stage=2, trainers=1)
     node = simulation.nodes["stage1.0"]
-    await until(lambda: 1 in node.peer.member._steps and len(node.peer.member._steps[1].accumulator.ledger.entries) >= 2,
-                "two tickets in a ledger")  # fmt: skip
+    await until(lambda: len(ledger(node, 1)) >= 2, "two tickets in a ledger")
     node.fail_halfway = 1
     await _end(simulation)
 
@@ -63,7 +62,7 @@ async def restart_between_seal_and_average(seed):
     await simulation.start(peers_per_stage=2, trainers=1)
     with Held(simulation, kind(m.Average, step=0, stage=1)) as held:
         call = await held.reached()
-        leader = next(n for n in simulation.nodes.values() if n.address == call.target)
+        leader = node_at(simulation, call.target)
         name = "stage1.0" if leader.name == "stage1.1" else "stage1.1"
         await simulation.kill(name)
         await simulation.add_stage_peer(name, 1, same_port=True)
@@ -76,15 +75,13 @@ async def backward_after_the_seal(seed):
     simulation = Simulation(small_config(total_steps=3), seed=seed)
     await simulation.start(peers_per_stage=3, trainers=1)
     await committed(simulation, 1)
-    leader, *rest = [x.port for x in simulation.commits[0].members[1]]
-    nodes = {n.address.port: n for n in simulation.nodes.values()}
-    late = nodes[rest[-1]]
+    leader, *_, late = [node_of(simulation, member) for member in simulation.commits[0].members[1]]
     with Held(simulation, kind(m.Train, stage=2, step=1, source=late), limit=1) as backward:
         below = await backward.reached()
         above = next(c for c in simulation.open_calls if c.target == late.address and kind(m.Train)(c)
                      and c.message.ticket == below.message.ticket)  # fmt: skip
         simulation.network.cut(above.source, late.address)
-        await simulation.kill(nodes[leader].name)
+        await simulation.kill(leader.name)
         with Held(simulation, kind(m.Average, step=1, stage=1)) as average:
             call = await average.reached()
             assert late.peer.member.me.key in {seal.member.key for seal in call.message.seals}

@@ -6,25 +6,11 @@ import asyncio
 
 import pytest
 from invariants import run_checked
-from phases import Held, Log, committed, coordinator_of, kind, until
+from phases import Held, Log, committed, coordinator_of, kind, ledger, node_at, node_of, until
 from simulation import Simulation, check, small_config
 
 from swarm.base.errors import Stalled
 from swarm.wire import messages as m
-
-
-def ledger(node, step):
-    """Tickets in a stage peer's accumulator of `step`."""
-    state = node.peer.member._steps.get(step)
-    return set() if state is None else set(state.accumulator.ledger.entries)
-
-
-def node_at(simulation, address):
-    return next(node for node in simulation.nodes.values() if node.address == address)
-
-
-def node_of(simulation, member):
-    return next(node for node in simulation.nodes.values() if node.address.port == member.port)
 
 
 def test_a_slow_peer_abandoned_mid_request_whose_downstream_call_still_runs():

@@ -1,0 +1,162 @@
+"""A stage peer's part in the all-reduce of its stage: runs rounds, serves slices, hands averages to those that lack them.
+
+The round itself is `averaging/all_reduce.py`; what is averaged and what becomes of it belongs to `stage_member`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swarm.averaging.all_reduce import Round, RoundFailed
+from swarm.base.errors import RemoteError
+from swarm.net.transport import Progress
+from swarm.peer.link import Link, Refuse
+from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
+from swarm.stage.digest import digest_of
+from swarm.stage.executor import Priority
+from swarm.wire import messages as m
+from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.framing import Buffer, Frame
+
+
+class Rounds:
+    """Serves `Reduce`, `Slice` and `FetchAverage`."""
+
+    def __init__(self, link: Link, member: StageMember) -> None:
+        self._link = link
+        self._member = member
+        member.copy_average = self.copy_average
+        link.register(m.Reduce, self._on_reduce)
+        link.register(m.Slice, self._on_slice)
+        link.register(m.FetchAverage, self._on_fetch_average)
+
+    async def _on_reduce(self, message: m.Reduce, frame: Frame, progress: Progress) -> m.Reduced:
+        self._member.require_stage(message.stage)
+        self._member.accept_ballot(message.term.ballot)
+        state = self._member.step_state(message.step)
+        ledger = state.accumulator.ledger
+        if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
+            raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
+        progress.follow(lambda: self._member.background.finished)
+        try:
+            round_ = await self._round(state, message)
+            progress.follow(lambda: round_.num_parts)
+            async with asyncio.timeout(self._member.config.timing.average_s):
+                average = await round_.run(lambda j, part: self._exchange(message, round_.members[j], part, round_.me))
+        except RoundFailed as failure:
+            self._leave_round(state, message.term)
+            return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
+        except TimeoutError:
+            self._leave_round(state, message.term)
+            return m.Reduced(reason=f"no average within {self._member.config.timing.average_s:g} s")
+        if ledger.term.order != message.term.order or ledger.state != "averaging":
+            return m.Reduced(reason="a newer attempt began")
+        # Invariant: the average is held before the leader hears of it.
+        state.average = average
+        ledger.move("hold")
+        return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares)
+
+    def _leave_round(self, state: StepState, term: m.Term) -> None:
+        ledger = state.accumulator.ledger
+        if ledger.state == "averaging" and ledger.term.order == term.order:
+            ledger.move("fail")
+        if state.round is not None and state.round.term.order == term.order:
+            state.round.fail(RoundFailed("this member left the round"))
+
+    async def _round(self, state: StepState, message: m.Reduce) -> Round:
+        """The round of this attempt; made once, from a copy of the sealed accumulator."""
+        ledger = state.accumulator.ledger
+        if ledger.state != "frozen":
+            raise Refuse("wrong_state", "this round has been started already")
+        ledger.move("reduce")
+        contribution = (await self._member.executor.run(state.accumulator.contribution, Priority.CONTROL)).value
+        if ledger.term.order != message.term.order or ledger.state != "averaging":
+            raise RoundFailed("a newer attempt began")
+        state.round = Round(
+            message.term, message.seals, self._member.me.key, contribution,
+            num_elements=self._member.compute.layout.num_elements, dtype=self._member.compute.master_dtype,
+            run_job=self._in_background,
+        )  # fmt: skip
+        state.changed.set()
+        return state.round
+
+    async def _in_background(self, job: Callable[[], Any]) -> Any:
+        return (await self._member.background.run(job, Priority.CONTROL)).value
+
+    async def _exchange(
+        self, message: m.Reduce, target: m.Member, part: torch.Tensor | None, me: int
+    ) -> torch.Tensor:
+        request = m.Slice(
+            run=message.run, stage=self._member.stage, step=message.step, term=message.term, member=self._member.me, index=me
+        )
+        buffers: tuple[Buffer, ...] = ()
+        if part is not None:
+            spec, buffer = encode_tensor("slice", part, "raw", "state")
+            request, buffers = request.model_copy(update={"tensors": (spec,)}), (buffer,)
+        timing = self._member.config.timing
+        _, frame = await self._link.ask(target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.average_s)
+        return decode_tensor(frame.message.tensors[0], frame.buffers[0])
+
+    async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
+        self._member.require_stage(message.stage)
+        state = self._member.step_state(message.step)
+        ledger = state.accumulator.ledger
+        while state.round is None or state.round.term.order != message.term.order:
+            # The sender was told to start a moment before this member; a frozen ledger of the attempt vouches for it.
+            if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
+                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
+            state.changed.clear()
+            try:
+                async with asyncio.timeout(self._member.config.timing.request_s):
+                    await state.changed.wait()
+            except TimeoutError:
+                raise Refuse("wrong_state", "this member was not told to start the round") from None
+        round_ = state.round
+        index = round_.index_of(message.member)
+        if index is None or index == round_.me:
+            raise Refuse("not_member", "the sender is not sealed in this attempt")
+        part = None
+        if message.tensors:
+            part = decode_tensor(message.tensors[0], frame.buffers[0])
+            if part.shape != (round_.slice_elements,) or part.dtype != self._member.compute.master_dtype:
+                raise Refuse("bad_request", f"slice has {tuple(part.shape)} elements, not {round_.slice_elements}")
+            if not bool(torch.isfinite(part).all()):
+                raise Refuse("non_finite", "the slice holds NaN or Inf")
+        progress.follow(lambda: round_.num_parts)
+        try:
+            reduced = await round_.reduce(index, part)
+        except RoundFailed as failure:
+            raise Refuse("failed", str(failure)) from None
+        spec, buffer = encode_tensor("slice", reduced, "raw", "state")
+        return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))
+
+    async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:
+        self._member.require_stage(message.stage)
+        held = [(s, x.average) for s, x in self._member.steps.items() if x.average is not None]
+        if self._member.last_average is not None:
+            held.append(self._member.last_average)
+        for step, average in held:
+            if step == message.step and average is not None and average.digest == message.digest:
+                part = average.flat[message.offset : message.offset + message.length]
+                spec, buffer = encode_tensor("average", part, "raw", "state")
+                return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
+        raise Refuse("unknown", f"no such average of step {message.step} is held")
+
+    async def copy_average(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
+        total = self._member.compute.layout.num_elements
+        flat = torch.empty(total, dtype=self._member.compute.master_dtype)
+        for offset in range(0, total, CHUNK_ELEMENTS):
+            request = m.FetchAverage(
+                run=self._link.context.run, stage=self._member.stage, step=step, digest=digest, offset=offset,
+                length=CHUNK_ELEMENTS,
+            )  # fmt: skip
+            reply, frame = await self._link.ask(holder, request, m.AverageCopy)
+            part = decode_tensor(reply.tensors[0], frame.buffers[0])
+            flat[offset : offset + CHUNK_ELEMENTS] = part
+        if (await self._member.background.run(lambda: digest_of([flat]), Priority.CONTROL)).value != digest:
+            raise RemoteError(f"the average from {holder.peer[:8]} has another digest")
+        return flat

@@ -4,6 +4,8 @@
 8 tickets and 5 faults, and compares each with one plain process: every ticket exactly once per stage, replicas
 bit-identical, losses and the whole parameter vector equal in fp64 to 1e-8, and the invariants of
 `tests/sim/invariants.py` after every turn of the event loop. A violation prints the schedule that replays it.
+
+`--real --minutes M` runs real processes and breaks them for M minutes: see `chaos_real.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests" / "sim")]
 
-from report import machine, publish
-from schedules import run_seeds
+from report import machine, publish  # noqa: E402
+from schedules import run_seeds  # noqa: E402
 
 PROGRESS_EVERY = 100
 
@@ -46,10 +48,18 @@ def simulated(num_schedules: int, *, first_seed: int, workers: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulated", type=int, metavar="N", required=True, help="random schedules to run")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--simulated", type=int, metavar="N", help="random schedules to run")
+    how.add_argument("--real", action="store_true", help="real processes instead; takes the options of chaos_real.py")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="seed of the first (default 0)")
     parser.add_argument("--workers", type=int, default=2, metavar="P", help="processes, one core each (default 2)")
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
+    if arguments.real:
+        from chaos_real import main as real
+
+        return real(others)
+    if others:
+        parser.error(f"unknown: {' '.join(others)}")
     return 1 if simulated(arguments.simulated, first_seed=arguments.first_seed, workers=arguments.workers) else 0
 
 

@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from swarm.net.ports import bind_tcp
 
@@ -54,6 +55,7 @@ class _End(asyncio.Protocol):
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
         self.transport: asyncio.Transport | None = None
+        #: Delayed data in order; empty data closes the connection.
         self._late: deque[bytes] = deque()
         self._reasons: set[str] = set()
 
@@ -67,13 +69,9 @@ class _End(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._connection.received(self, data)
 
-    def eof_received(self) -> bool:
-        self._connection.close()
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
-        self._connection.lost(self)
+        self._connection.lost(self, is_orderly=exc is None)
 
     def pause_writing(self) -> None:
         self._connection.other(self).hold("full", True)
@@ -96,8 +94,12 @@ class _End(asyncio.Protocol):
         asyncio.get_running_loop().call_later(delay_s, lambda: self._write(self._late.popleft()))
 
     def _write(self, data: bytes) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if self.transport is None or self.transport.is_closing():
+            return
+        if data:
             self.transport.write(data)
+        else:
+            self.transport.close()
 
     def abort(self) -> None:
         if self.transport is not None:
@@ -141,9 +143,13 @@ class _Connection:
         loop.call_later(rng.uniform(5.0, 12.0) if fault.silent else rng.uniform(0.02, 0.5), self.client.abort)
         loop.call_later(DRAIN_S, self.close)
 
-    def lost(self, end: _End) -> None:
+    def lost(self, end: _End, *, is_orderly: bool) -> None:
         if end is self.client and self._losing:
             return  # the peer goes on and answers, to nobody
+        if end is self.server and is_orderly and not self._losing:
+            self.client.send(b"", self._network.delay_s(self.target.name))  # after what it still has to deliver
+            self._network.closed(self)
+            return
         self.close()
 
     def close(self) -> None:
@@ -165,8 +171,7 @@ class _Datagrams(asyncio.DatagramProtocol):
         self.transport: asyncio.DatagramTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.DatagramTransport)
-        self.transport = transport
+        self.transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         self._network.datagram(self._place, data, addr[0])

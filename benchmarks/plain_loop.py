@@ -24,20 +24,24 @@ def train(config: RunConfig, metrics: Path) -> None:
     """Run `config.total_steps` steps in fp32."""
     feed = open_feed(config, None, None, None)
     model = factory_of(config).build_whole()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
-        weight_decay=config.weight_decay, fused=True,
-    )  # fmt: skip
+    optimizer = adamw(config, model)
     with metrics.open("a", buffering=1) as lines:
         for step in range(config.total_steps):
             began = time.monotonic()
-            loss, tokens = _step(config, feed, model, optimizer, step)
+            loss, tokens = one_step(config, feed, model, optimizer, step)
             seconds = time.monotonic() - began
             line = {"step": step + 1, "loss": loss, "tokens": tokens, "tokens_per_s": tokens / seconds, "seconds": seconds}
             lines.write(json.dumps(line) + "\n")
 
 
-def _step(config, feed, model, optimizer, step: int) -> tuple[float, int]:
+def adamw(config: RunConfig, model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
+        weight_decay=config.weight_decay, fused=True,
+    )  # fmt: skip
+
+
+def one_step(config, feed, model, optimizer, step: int) -> tuple[float, int]:
     """One optimizer step; returns the mean loss and the number of tokens."""
     loss_sum, tokens = 0.0, 0
     for index in range(config.tickets_per_step):

@@ -88,6 +88,7 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
     before_importing_torch()
     from models.registry import factory_of
     from swarm.peer.stage_peer import StagePeer
+    from swarm.stage.device import compute_thread
     from swarm.stage.executor import ThreadExecutor
 
     use_threads(options.threads)
@@ -97,7 +98,7 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
         context,
         stage=stage,
         factory=factory_of(context.config, may_import=may_import),
-        executor=ThreadExecutor(),
+        executor=compute_thread(device),
         background=ThreadExecutor("background"),
         device=device,
         state_dir=options.state_dir,

@@ -81,10 +81,18 @@ class Ledger:
             self.entries[index] = entry
         self._claims.pop(index, None)
 
+    def resolve(self, index: int, entry: Entry, *, overflow: bool) -> None:
+        """What a device told later of a ticket that `add` marked; nothing if it is not held any more."""
+        if index in self.entries:
+            self.entries[index] = entry
+            if overflow:
+                del self.entries[index]
+                self.overflow.add(index)
+
     def revoke(self, index: int) -> bool:
-        """Void an unused claim; True if the ticket is already held, so that the claim stays."""
+        """Void an unused claim; True if the ticket is already held, so that the claim stays. An overflow is no holding."""
         self._claims.pop(index, None)
-        return index in self
+        return index in self.entries
 
     def collect(self, term: Term, *, freeze: bool) -> None:
         """Void unused claims and move to the attempt `term`, open or frozen.

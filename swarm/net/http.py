@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
-import numpy
 import yarl
 from aiohttp import web
 
@@ -199,7 +198,9 @@ class HttpTransport(Transport):
     async def _result(self, response: aiohttp.ClientResponse, patience: Patience, progress: Progress) -> Frame:
         """Read frames until the first that is no heartbeat."""
         loop = asyncio.get_running_loop()
-        reader = _FrameReader(response.content, patience, progress, max_body_bytes=self._max_body_bytes)
+        reader = _FrameReader(
+            response.content, patience, progress, max_body_bytes=self._max_body_bytes, allocate=self.allocate
+        )
         counter = 0
         while True:
             frame = await reader.read()
@@ -253,7 +254,10 @@ class HttpTransport(Transport):
         try:
             progress = Progress((request.remote or "").removeprefix("::ffff:"))
             patience = Patience(stall_s=self._moving_s, window_s=self._moving_s)
-            reader = _FrameReader(request.content, patience, progress, max_body_bytes=self._admission.max_body_bytes)
+            reader = _FrameReader(
+                request.content, patience, progress, max_body_bytes=self._admission.max_body_bytes,
+                allocate=self.allocate,
+            )  # fmt: skip
             received = asyncio.Event()
             loop = asyncio.get_running_loop()
 
@@ -323,8 +327,10 @@ class _FrameReader:
     """Reads frames from a stream, each into one buffer that is taken once its size is known to be right."""
 
     def __init__(
-        self, content: aiohttp.StreamReader, patience: Patience, progress: Progress, *, max_body_bytes: int
-    ) -> None:
+        self, content: aiohttp.StreamReader, patience: Patience, progress: Progress, *, max_body_bytes: int,
+        allocate: Callable[[int], memoryview],
+    ) -> None:  # fmt: skip
+        self._allocate = allocate
         self._content = content
         self._patience = patience
         self._progress = progress
@@ -358,8 +364,7 @@ class _FrameReader:
 
     async def _take(self, num_bytes: int, counts: bool = False) -> memoryview:
         """Exactly `num_bytes`; they count as movement unless they may belong to a heartbeat that says nothing new."""
-        # numpy leaves fresh pages untouched: a body that is announced but never comes takes no memory.
-        buffer = numpy.empty(num_bytes, numpy.uint8).data
+        buffer = self._allocate(num_bytes)
         filled = 0
         while filled < num_bytes:
             chunk = await self._content.read(num_bytes - filled)

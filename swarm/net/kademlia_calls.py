@@ -46,6 +46,10 @@ class Call:
     content: bytes = b""
     sent_at: list[float] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
+    #: When the timer should fire; None before it is set.
+    due_at: float | None = None
+    #: Whether a timer came late before: one grace is enough.
+    has_stalled: bool = False
     #: Times that it was asked anew, with another token or for a proof.
     renewals: int = 0
 

@@ -1,7 +1,9 @@
 """The discovery interface over UDP with Kademlia: one node that shares its port number with the peer's HTTP transport.
 
-Owns the socket's creation and the public face. `kademlia_server` does lookups and upkeep, `kademlia_rpc` the exchanges,
-`kademlia_routing` the contacts, `record_storage` the records. Must not know what records mean.
+Owns the socket's creation and the public face. Read on in `kademlia_server` (upkeep), `kademlia_lookups` and
+`kademlia_crawl` (reading), `kademlia_rpc` and `kademlia_calls` (asking), `kademlia_answers` (answering),
+`kademlia_routing` and `known_addresses` (who is there, and how far), `record_storage` (records). Must not know what
+records mean.
 """
 
 from __future__ import annotations

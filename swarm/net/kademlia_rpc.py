@@ -12,7 +12,7 @@ import ipaddress
 import os
 import random
 import socket
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +31,10 @@ from swarm.wire.records import SignedRecord
 
 #: Senders that are being asked whether they are who they say; more wait for their next request.
 _MAX_PROBES = 256
+#: Failed requests whose answers are still recognised.
+_MAX_OVERDUE = 1024
+#: A request fails at the earliest after so many times what a lost datagram is detected after: all may be slow.
+_PATIENCE = 3
 #: Once for a token, once for a proof.
 _MAX_RENEWALS = 2
 #: Datagrams are dropped, as a network would, while the socket's backlog is over this.
@@ -73,7 +77,7 @@ class RecordProtocol(KademliaProtocol):
         self._private_key = private_key
         self._timing = timing
         self.known = KnownAddresses(
-            least_s=timing.least_wait_s, most_s=0.6 * timing.timeout_s, unknown_s=timing.timeout_s / 3,
+            least_s=timing.least_wait_s, most_s=timing.timeout_s, unknown_s=timing.timeout_s / 3,
             now=self._loop.time,
         )
         self._tokens = AddressTokens(os.urandom(32), self._loop.time)
@@ -82,6 +86,8 @@ class RecordProtocol(KademliaProtocol):
         self._probes: set[tuple[bytes, str, int]] = set()
         answers = Answers(self.router, storage, now=self._loop.time, rng=rng, counters=counters)
         self._handlers = answers.handlers()
+        #: Requests that failed lately.
+        self._overdue: OrderedDict[bytes, Call] = OrderedDict()
         self._is_v6 = False
         self._reaches_v4 = True
         self._closed = False
@@ -152,6 +158,8 @@ class RecordProtocol(KademliaProtocol):
 
     def _transmit(self, call_id: bytes) -> None:
         call = self._outstanding[call_id]
+        if self._has_stalled(call_id, call, self._transmit):
+            return
         now, attempt = self._loop.time(), len(call.sent_at)
         if attempt > call.renewals:
             self._counters["retransmissions"] += 1
@@ -159,14 +167,29 @@ class RecordProtocol(KademliaProtocol):
             if self.seems_dead(call.node):
                 self.router.suspect(call.node)
         call.sent_at.append(now)
-        fails_at = call.started_at + self._timing.timeout_s
-        again_at = now + self.lost_after_s(call.node) * 2**attempt
+        lost_after_s = self.lost_after_s(call.node)
+        fails_at = max(now, call.started_at + max(self._timing.timeout_s, _PATIENCE * lost_after_s))
+        again_at = now + lost_after_s * 2**attempt
         if attempt + 1 >= call.max_transmissions or again_at >= fails_at:
-            call.timer = self._loop.call_at(fails_at, self._timeout, call_id)
+            self._arm(call, fails_at, self._timeout, call_id)
         else:
-            call.timer = self._loop.call_at(again_at, self._transmit, call_id)
+            self._arm(call, again_at, self._transmit, call_id)
         datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
         self._send(datagram, (call.node.ip, call.node.port))
+
+    def _arm(self, call: Call, due_at: float, then: Callable[[bytes], None], call_id: bytes) -> None:
+        call.due_at = due_at
+        call.timer = self._loop.call_at(due_at, then, call_id)
+
+    def _has_stalled(self, call_id: bytes, call: Call, then: Callable[[bytes], None]) -> bool:
+        """Whether a timer came so late that this process itself stood still: the answer may be waiting to be read."""
+        now = self._loop.time()
+        if call.due_at is None or call.has_stalled or now - call.due_at < self._timing.least_wait_s:
+            return False
+        call.has_stalled = True
+        self._counters["own_stalls"] += 1
+        self._arm(call, now + self._timing.least_wait_s, then, call_id)
+        return True
 
     def _renew(self, call_id: bytes, call: Call) -> None:
         """Ask again at once, with what was learned of the address; a node that is never content gets no answer."""
@@ -176,6 +199,7 @@ class RecordProtocol(KademliaProtocol):
             return
         if call.timer is not None:
             call.timer.cancel()
+        call.due_at = None
         self._counters["renewed_requests"] += 1
         call.max_transmissions += 1
         self._write(call)
@@ -183,11 +207,16 @@ class RecordProtocol(KademliaProtocol):
 
     def _timeout(self, msg_id: bytes) -> None:
         call = self._outstanding[msg_id]
+        if self._has_stalled(msg_id, call, self._timeout):
+            return
         self._counters["timeouts"] += 1
         self.known.lost((call.node.ip, call.node.port))
         if call.node.id and self.router.missed(call.node, call.started_at):
             self._drop(call.node)
         self._finish(msg_id, call, None)
+        self._overdue[msg_id] = call
+        if len(self._overdue) > _MAX_OVERDUE:
+            self._overdue.popitem(last=False)
 
     def _drop(self, node: Node) -> None:
         self._counters["dropped_contacts"] += 1
@@ -210,6 +239,7 @@ class RecordProtocol(KademliaProtocol):
         call = self._outstanding.get(call_id)
         if call is None or attempt >= len(call.sent_at):
             self._counters["late_replies"] += 1
+            self._accept_overdue(call_id, attempt, content[:-PROOF_BYTES] if kind == wire.PROVEN_REPLY else content)
             return
         proof = b""
         if kind == wire.PROVEN_REPLY:
@@ -235,17 +265,31 @@ class RecordProtocol(KademliaProtocol):
             known.node_id = answer.node_id
         self._accept_proven(call_id, call, answer)
 
+    def _accept_overdue(self, call_id: bytes, attempt: int, content: bytes) -> None:
+        """An answer to a request that has failed: too late to use, but a sign of life, and of how busy somebody is."""
+        call = self._overdue.get(call_id)
+        if call is None or attempt >= len(call.sent_at):
+            return
+        del self._overdue[call_id]
+        answer = wire.unpack_answer(content)
+        home = (call.node.ip, call.node.port)
+        self.known.observe(home, self._loop.time() - call.sent_at[attempt])
+        if self.known.of(home).node_id == answer.node_id:
+            self._heard_from(answer.node_id, home)
+
+    def _heard_from(self, node_id: bytes, home: tuple[str, int]) -> None:
+        self.lost.pop(home, None)
+        contact = self.router.heard_from(node_id, *home)
+        if contact is not None:
+            self._on_contact(contact)
+
     def _accept_proven(self, call_id: bytes, call: Call, answer: wire.Answer) -> None:
         """The owner of `answer.node_id` lives at the address that was asked."""
-        ip, port = call.node.ip, call.node.port
         expected = call.node.id in (b"", answer.node_id)
         if not expected and (old := self.router.contact(call.node.id)) is not None and old.same_home_as(call.node):
             self.router.remove_contact(old)  # another node lives at its address now
             self._counters["dropped_contacts"] += 1
-        self.lost.pop((ip, port), None)
-        contact = self.router.heard_from(answer.node_id, ip, port)
-        if contact is not None:
-            self._on_contact(contact)
+        self._heard_from(answer.node_id, (call.node.ip, call.node.port))
         self._finish(call_id, call, Reply(answer.node_id, answer.body) if expected else None)
 
     async def call_ping(self, node_to_ask: Node) -> Reply | None:

@@ -316,7 +316,8 @@ class RecordServer(Server):
         return sum(other.distance_to(target) < own for other in others) < _NUM_CARERS
 
     def _on_contact(self, contact: Contact) -> None:
-        if len(self._unasked) < _MAX_UNASKED:
+        nearest = self.protocol.router.find_neighbors(self.node)
+        if len(self._unasked) < _MAX_UNASKED and contact in nearest:
             # It may be about to meet others itself.
             self._unasked[contact] = asyncio.get_running_loop().time() + self._timing.rpc.timeout_s
         if self._newcomers.full():

@@ -58,12 +58,16 @@ class Known:
         self.shortest_s = min(self.shortest_s, seconds)
         self.measured_at = now
 
-    def expected_s(self, now: float) -> float:
-        """Time within which an answer is expected. What a busy moment added to it fades while nothing is measured."""
+    @property
+    def usual_s(self) -> float:
+        """Time within which an answer is expected, after what was measured last."""
         assert self.round_trip_s is not None
-        usual = self.round_trip_s + 4 * self.deviation_s
-        idle = min(usual, 1.5 * self.shortest_s)
-        return idle + (usual - idle) * 0.5 ** ((now - self.measured_at) / _FADES_S)
+        return self.round_trip_s + 4 * self.deviation_s
+
+    def expected_s(self, now: float, anyones_s: float) -> float:
+        """The same now: what a busy moment added fades while nothing is measured, unless others are slow (`anyones_s`)."""
+        idle_s = min(self.usual_s, max(1.5 * self.shortest_s, anyones_s))
+        return idle_s + (self.usual_s - idle_s) * 0.5 ** ((now - self.measured_at) / _FADES_S)
 
 
 class KnownAddresses:
@@ -111,7 +115,7 @@ class KnownAddresses:
             known = self._anyone
         if known.round_trip_s is None:
             return self._unknown_s
-        return min(self._most_s, max(self._least_s, known.expected_s(self._now())))
+        return min(self._most_s, max(self._least_s, known.expected_s(self._now(), self._anyone.usual_s)))
 
     def lost(self, address: tuple[str, int]) -> None:
         """A datagram to `address` was not answered in time."""

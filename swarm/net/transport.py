@@ -9,6 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable
 
+import numpy
+
 from swarm.base.ids import Address
 from swarm.wire.framing import Frame
 
@@ -35,12 +37,20 @@ class Progress:
         return self._own + sum(source() for source in self._sources)
 
 
+def pageable(num_bytes: int) -> memoryview:
+    """Fresh memory whose pages are untouched: a body that is announced but never comes takes none."""
+    return numpy.empty(num_bytes, numpy.uint8).data
+
+
 #: Serves one request. Cancelled when the caller closes its connection. An exception becomes a `failed` refusal.
 Handler = Callable[[Frame, Progress], Awaitable[Frame]]
 
 
 class Transport(abc.ABC):
     """Sends requests and serves them. One instance per peer."""
+
+    #: Gives writable memory for a body that comes in: a peer whose device copies from pinned memory sets its own.
+    allocate: Callable[[int], memoryview] = staticmethod(pageable)
 
     @property
     @abc.abstractmethod

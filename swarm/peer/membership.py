@@ -151,7 +151,8 @@ class Membership:
                 self._member.learn(info.record)
                 return
 
-    async def _ask_to_join(self, *, leaving: bool = False) -> None:
+    async def _ask_to_join(self, *, leaving: bool = False) -> bool:
+        """True if a coordinator heard it."""
         member, context = self._member, self._link.context
         newest = member.versions.newest
         holds = member.queued is None and (member.record is None or member.up_to_date)
@@ -162,18 +163,19 @@ class Membership:
         for address in await self._coordinators():
             try:
                 await self._link.ask(address, request, m.Ack)
-                return
+                return True
             except RefusedBy as refused:
                 if refused.refusal.record is not None:
                     self._member.learn(refused.refusal.record)
             except (LinkError, RemoteError) as error:
                 logger.debug("join: %s: %s", address, error)
+        return False
 
     async def _coordinators(self) -> list[m.Member]:
         known = [self._member.coordinator] if self._member.coordinator is not None else []
         found = await find_coordinators(self._link)
         return known + [x for x in found if not known or x.key != known[0].key]
 
-    async def leave(self) -> None:
-        """Tell the coordinator that this peer goes, so that the next record does not list it."""
-        await self._ask_to_join(leaving=True)
+    async def leave(self) -> bool:
+        """Tell the coordinator that this peer goes, so that the next record does not list it; True if it heard."""
+        return await self._ask_to_join(leaving=True)

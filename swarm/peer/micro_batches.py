@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
 
 from swarm.lifecycle.micro_batch import MICRO_BATCH
 from swarm.lifecycle.step import Entry
@@ -20,17 +18,17 @@ from swarm.peer.claims_client import ClaimsClient
 from swarm.peer.hop import HopResult, call_stage
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import StageMember
+from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
+from swarm.stage.device import Added, Device, Outgoing, Payload
 from swarm.stage.executor import Priority
+from swarm.stage.module import Tensors
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
-from swarm.wire.framing import Buffer, Frame
+from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
-
-Payload = list[tuple[m.TensorSpec, Buffer]]
 
 
 @dataclass
@@ -55,21 +53,17 @@ class _Work:
             self.move(event)
 
 
-def _encode(name: str, tensor: torch.Tensor, codec: m.Codec, role: str) -> tuple[m.TensorSpec, Buffer]:
-    """Lossy codecs turn NaN into a number, so a tensor that is not finite travels raw and stays what it is."""
-    if tensor.is_floating_point() and codec != "raw" and not bool(torch.isfinite(tensor).all()):
-        codec = "raw"
-    return encode_tensor(name, tensor, codec, role)  # type: ignore[arg-type]
-
-
 class MicroBatchServer:
     """Serves `Train` for one stage."""
 
-    def __init__(self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget) -> None:
+    def __init__(
+        self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget, device: Device
+    ) -> None:
         self._link = link
         self._member = member
         self._claims = claims
         self._budget = budget
+        self._device = device
         self._compute = member.compute
         self._executor = member.executor
         self._codec: m.Codec = "raw" if member.config.compression == "none" else member.config.compression
@@ -78,6 +72,8 @@ class MicroBatchServer:
         self.phases: Counter[str] = Counter()
         self.in_flight = 0
         self.recomputed = 0
+        #: Seconds that the device has worked on micro-batches that were answered.
+        self.busy_s = 0.0
         link.register(m.Train, self._on_train)
 
     async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
@@ -147,32 +143,27 @@ class MicroBatchServer:
         claim = self._claims.request(step, index)
         work.move("forward")
         forward = await self._executor.run(lambda: self._forward_job(work, version), Priority.FORWARD)
-        activation, outputs = forward.value
-        work.queue_s, work.forward_s = forward.queue_s, forward.run_s
+        activation, sent = forward.value
+        work.queue_s = forward.queue_s
         work.move("sent")
         below: HopResult | None = None
-        if self._compute.last:
-            assert activation.outputs is not None
-            tokens, loss_sum = await self._loss(activation)
-        else:
-            below = await self._downstream(work, outputs, progress)
-            tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
+        if not self._compute.last:  # the last stage goes on without waiting for its device
+            await self._device.complete(sent)
+            below = await self._downstream(work, sent.payload, progress)
         work.move("gradient")
         await asyncio.wait([claim], timeout=member.config.timing.request_s)
-        entry = Entry(tokens, loss_sum if self._compute.last else 0.0)
-
-        def job() -> tuple[str, Payload]:
-            gradients = None if below is None else _decode_all(below.frame, "grad", self._compute.device)
-            result = self._compute.backward(activation, gradients)
-            verdict = state.accumulator.add(
-                index, entry, result.parameters, loss_scale=version.record.loss_scale
-            )
-            return verdict, [_encode(n, g, self._codec, "grad") for n, g in result.inputs.items()]
-
-        backward = await self._executor.run(job, Priority.BACKWARD)
-        verdict, gradients = backward.value
-        work.backward_s = backward.run_s
+        backward = await self._executor.run(
+            lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
+        )
+        answer, added = backward.value
+        await self._device.complete(sent, answer, added)
+        work.forward_s, work.backward_s = sent.seconds or forward.run_s, added.seconds or backward.run_s
+        self.busy_s += work.forward_s + work.backward_s
         work.queue_s += backward.queue_s
+        verdict = added.verdict
+        tokens, loss_sum = added.entry.tokens, added.entry.loss_sum
+        if below is not None:
+            tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
         work.move("pass" if verdict == "denied" else "accumulate")
         self.recomputed += activation.recomputed
         hop = m.Hop(
@@ -180,12 +171,13 @@ class MicroBatchServer:
             forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
             num_bytes=work.num_bytes, recomputed=activation.recomputed,
         )  # fmt: skip
-        return self._reply(hop, below, tokens, loss_sum, gradients, overflow=verdict == "overflow")
+        return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
 
-    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Payload]:
-        compute = self._compute
-        inputs = _decode_all(work.frame, "input", compute.device)
-        labels = _decode_all(work.frame, "label", compute.device) if compute.last else None
+    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing]:
+        compute, device = self._compute, self._device
+        device.begin()
+        inputs = device.receive(work.frame, "input")
+        labels = device.receive(work.frame, "label") if compute.last else None
         estimate = compute.graph_bytes_like(inputs)
         keep = compute.last or self._budget.used_bytes + estimate <= self._budget.limit_bytes
         activation = compute.forward(version, work.message.ticket, inputs, labels, keep_graph=keep)
@@ -194,20 +186,30 @@ class MicroBatchServer:
                 work.reserved_bytes += activation.graph_bytes
             else:
                 keep = False
-        outputs = activation.outputs or {}
-        payload = [] if compute.last else [_encode(n, t.detach(), self._codec, "input") for n, t in outputs.items()]
+        outputs = {} if compute.last else activation.outputs or {}
+        sent = device.send({name: t.detach() for name, t in outputs.items()}, self._codec, "input")
         if not keep:
             activation.outputs = None
-        return activation, payload
+        return activation, sent
 
-    async def _loss(self, activation: Activation) -> tuple[int, float]:
-        assert activation.outputs is not None
-        outputs = activation.outputs
-        outcome = await self._executor.run(
-            lambda: (int(outputs["tokens"]), float(outputs["loss_sum"].detach())), Priority.BACKWARD
-        )
-        tokens, loss_sum = outcome.value
-        return tokens, loss_sum if abs(loss_sum) < float("inf") else 0.0
+    def _backward_job(
+        self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
+    ) -> tuple[Outgoing, Added]:
+        """Backward, claim, ledger and sum as one job: nothing comes between them."""
+        device = self._device
+        device.begin()
+        entry: Entry | Tensors
+        if below is None:
+            gradients, entry = None, activation.outputs or {}
+        else:
+            gradients, entry = device.receive(below.frame, "grad"), Entry(below.trained.tokens, 0.0)
+        result = self._compute.backward(activation, gradients)
+        answer = device.send(result.inputs, self._codec, "grad")
+        added = device.add(
+            accumulator, work.message.ticket.index, result.parameters,
+            loss_scale=activation.version.record.loss_scale, entry=entry,
+        )  # fmt: skip
+        return answer, added
 
     async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:
         message = work.message
@@ -254,20 +256,22 @@ class MicroBatchServer:
     async def _evaluate(self, work: _Work, version: Version, progress: Progress) -> Frame:
         compute = self._compute
 
-        def job() -> tuple[Payload, int, float]:
-            inputs = _decode_all(work.frame, "input", compute.device)
-            labels = _decode_all(work.frame, "label", compute.device) if compute.last else None
+        def job() -> tuple[Outgoing, int, float]:
+            device = self._device
+            inputs = device.receive(work.frame, "input")
+            labels = device.receive(work.frame, "label") if compute.last else None
             outputs = compute.evaluate(version, inputs, labels)
             if compute.last:
-                return [], int(outputs["tokens"]), float(outputs["loss_sum"])
-            return [_encode(n, t, self._codec, "input") for n, t in outputs.items()], 0, 0.0
+                return device.send({}, self._codec, "input"), int(outputs["tokens"]), float(outputs["loss_sum"])
+            return device.send(outputs, self._codec, "input"), 0, 0.0
 
         work.move("forward")
         outcome = await self._executor.run(job, Priority.EVALUATION)
-        payload, tokens, loss_sum = outcome.value
+        sent, tokens, loss_sum = outcome.value
         below: HopResult | None = None
         if not compute.last:
-            below = await self._downstream(work, payload, progress)
+            await self._device.complete(sent)
+            below = await self._downstream(work, sent.payload, progress)
             tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
         work.move("evaluated")
         hop = m.Hop(
@@ -275,12 +279,3 @@ class MicroBatchServer:
             forward_s=outcome.run_s,
         )  # fmt: skip
         return self._reply(hop, below, tokens, loss_sum, [])
-
-
-def _decode_all(frame: Frame, role: str, device: str) -> dict[str, torch.Tensor]:
-    tensors: Sequence[m.TensorSpec] = frame.message.tensors
-    return {
-        spec.name: decode_tensor(spec, buffer, device)
-        for spec, buffer in zip(tensors, frame.buffers, strict=True)
-        if spec.role == role
-    }

@@ -6,6 +6,7 @@ The round itself is `averaging/all_reduce.py`; what is averaged and what becomes
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,15 @@ from swarm.base.errors import RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
+from swarm.stage.accumulator import is_finite
+from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
+
+logger = logging.getLogger(__name__)
 
 
 class Rounds:
@@ -74,6 +79,9 @@ class Rounds:
             raise Refuse("wrong_state", "this round has been started already")
         ledger.move("reduce")
         contribution = (await self._member.executor.run(state.accumulator.contribution, Priority.CONTROL)).value
+        if contribution is not None and contribution.is_cuda:
+            sealed = contribution
+            contribution = await self._in_background(lambda: on_host(sealed))
         if ledger.term.order != message.term.order or ledger.state != "averaging":
             raise RoundFailed("a newer attempt began")
         state.round = Round(
@@ -99,7 +107,11 @@ class Rounds:
             request, buffers = request.model_copy(update={"tensors": (spec,)}), (buffer,)
         timing = self._member.config.timing
         _, frame = await self._link.ask(target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.average_s)
-        return decode_tensor(frame.message.tensors[0], frame.buffers[0])
+        reduced = decode_tensor(frame.message.tensors[0], frame.buffers[0])
+        if not is_finite(reduced):
+            logger.error("step %d: a reduced slice from %s is not finite", message.step, target.peer[:8])
+            raise RoundFailed("a reduced slice is not finite", [target])
+        return reduced
 
     async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
@@ -124,8 +136,10 @@ class Rounds:
             part = decode_tensor(message.tensors[0], frame.buffers[0])
             if part.shape != (round_.slice_elements,) or part.dtype != self._member.compute.master_dtype:
                 raise Refuse("bad_request", f"slice has {tuple(part.shape)} elements, not {round_.slice_elements}")
-            if not bool(torch.isfinite(part).all()):
-                raise Refuse("non_finite", "the slice holds NaN or Inf")
+            if not is_finite(part):
+                logger.error("step %d: a slice from %s is not finite", message.step, message.member.peer[:8])
+                round_.fail(RoundFailed("a slice is not finite", [message.member]))
+                raise Refuse("non_finite", "the slice holds NaN or Inf, or numbers as good as infinite")
         progress.follow(lambda: round_.num_parts)
         try:
             reduced = await round_.reduce(index, part)

@@ -177,6 +177,7 @@ class StageMember:
             if message.freeze:
                 state.accumulator.freeze(message.term)
             else:
+                state.accumulator.settle()
                 ledger.collect(message.term, freeze=False)
             return ledger.seal(self.me, self.versions.newest.head, self.state_digest)
 

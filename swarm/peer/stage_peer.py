@@ -20,6 +20,7 @@ from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import StateDonor
 from swarm.stage.checkpoint import write_checkpoint
 from swarm.stage.compute import StageCompute
+from swarm.stage.device import device_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.module import StageFactory
 from swarm.stage.stash import MemoryBudget
@@ -62,6 +63,9 @@ class StagePeer:
         self._state_dir = state_dir
         self._executor = executor
         self._background = background
+        self._device = device_of(device)
+        if self._device.allocate is not None:
+            context.transport.allocate = self._device.allocate
         self._tasks = Tasks()
         self.link = Link(context)
         compute = StageCompute(factory, stage, precision=config.precision, seed=config.seed, device=device)
@@ -72,7 +76,7 @@ class StagePeer:
         self.membership = Membership(self.link, self.member)
         budget = MemoryBudget(memory_limit_bytes)
         self.micro_batches = MicroBatchServer(
-            self.link, self.member, ClaimsClient(self.link, self.member, self._tasks), budget
+            self.link, self.member, ClaimsClient(self.link, self.member, self._tasks), budget, self._device
         )
         self.micro_batches.accepting = lambda: self.membership.serving
         StateDonor(self.link, self.member)
@@ -89,6 +93,7 @@ class StagePeer:
             detail={
                 "stage": self.stage, "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
+                "busy_s": round(served.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,
             },
             stages=member.record.members if member.record else (),
@@ -127,6 +132,14 @@ class StagePeer:
         self._tasks.start(self.membership.announce_loop(), "announce", vital=True)
         self._tasks.start(self.membership.join_loop(), "membership", vital=True)
 
+    @property
+    def _awaited(self) -> bool:
+        """A record still lists this peer, and the step that comes next holds some of its gradients."""
+        member = self.member
+        others = [x for x in member.record.members[self.stage] if x.ready] if member.record is not None else []
+        holds = any(state.accumulator.ledger.entries for state in member.steps.values())
+        return member.listed() is not None and len(others) > 1 and holds
+
     def stop(self) -> None:
         """End `run`; `close` then drains."""
         self._stopped.set()
@@ -140,20 +153,22 @@ class StagePeer:
         await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
-        """Take nothing new, finish what is in flight and the checkpoint being written (within a bound), and go."""
-        self.membership.drain()
-        try:
-            async with asyncio.timeout(self.context.config.timing.connect_s):
-                await self.membership.leave()
-        except (SwarmError, TimeoutError):
-            logger.info("left without telling the coordinator")
+        """Take nothing new, finish what is in flight, contribute to the next commit, and go; all within a bound."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
-        while self.micro_batches.in_flight and loop.time() < until:  # noqa: ASYNC110
+        self.membership.drain()
+        told = False
+        try:
+            async with asyncio.timeout(self.context.config.timing.connect_s):
+                told = await self.membership.leave()
+        except (SwarmError, TimeoutError):
+            logger.info("left without telling the coordinator")
+        while loop.time() < until and (self.micro_batches.in_flight or (told and self._awaited)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await self._background.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         await self._tasks.close()
         self._executor.close()
         self._background.close()
+        self._device.close()
         await self.context.dht.close()
         await self.context.transport.close()

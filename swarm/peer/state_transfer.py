@@ -7,6 +7,7 @@ downloads; must not decide when a peer needs state (`membership` does).
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse
+from swarm.peer.link import Link, Refuse, together
 from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
@@ -24,9 +25,9 @@ from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame
 
-#: Snapshots that one donor keeps pinned at once, and for how long after the last request.
-MAX_PINS = 2
-PIN_S = 60.0
+#: Snapshots that one donor keeps pinned at once, until nobody has asked for `PIN_STALLS` times the time of a stall.
+MAX_PINS = 1
+PIN_STALLS = 2.0
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -66,7 +67,8 @@ class StateDonor:
         if not member.up_to_date or member.versions.newest.record.step < message.min_step:
             raise Refuse("behind", f"this peer holds step {member.versions.newest.record.step}")
         state = member.versions.state()
-        pin = self._pins.get(state.version.head)
+        pinned = [p for p in self._pins.values() if p.manifest.record.step >= message.min_step]
+        pin = pinned[0] if pinned else None
         if pin is None:
             if len(self._pins) >= MAX_PINS:
                 raise Refuse("busy", f"{MAX_PINS} snapshots are being served; ask another member")
@@ -80,7 +82,7 @@ class StateDonor:
                 entries=tuple(entries), num_updates=state.optimizer.num_updates,
             )  # fmt: skip
             pin = self._pins[state.version.head] = _Pin(_tensors(state), manifest, 0.0)
-        pin.until = now + PIN_S
+        pin.until = now + PIN_STALLS * member.config.timing.stall_s
         return pin.manifest
 
     async def _on_range(self, message: m.StateRange, frame: Frame, progress: Progress) -> Frame:
@@ -90,7 +92,7 @@ class StateDonor:
         pin = self._pins.get(message.head)
         if pin is None:
             raise Refuse("unknown", "no such snapshot is pinned here")
-        pin.until = now + PIN_S
+        pin.until = now + PIN_STALLS * self._member.config.timing.stall_s
         if message.name not in pin.tensors:
             raise Refuse("unknown", f"the snapshot has no tensor {message.name!r}")
         part = pin.tensors[message.name][message.offset : message.offset + min(message.length, CHUNK_ELEMENTS)]
@@ -98,56 +100,121 @@ class StateDonor:
         return Frame(m.StateChunk(tensors=(spec,)), (buffer,))
 
 
-async def download(
-    link: Link, member: StageMember, donors: Sequence[m.Member], *, min_step: int
-) -> StageState:
-    """A verified snapshot of step `min_step` or newer from one of `donors`.
+class _Incoming:
+    """One snapshot on its way in, in ranges, from several donors at once; a donor that fails gives its range back."""
+
+    def __init__(self, link: Link, member: StageMember, manifest: m.StateManifest) -> None:
+        self._link = link
+        self._member = member
+        self.manifest = manifest
+        num_elements, dtype = member.compute.layout.num_elements, member.compute.master_dtype
+        for name, dtype_name, length, _ in manifest.entries:
+            if length != num_elements or _DTYPES.get(dtype_name) != dtype:
+                raise RemoteError(f"{name} has {length} elements of {dtype_name}, this stage {num_elements} of {dtype}")
+        self._tensors = {name: torch.empty(num_elements, dtype=dtype) for name, _, _, _ in manifest.entries}
+        self._pending = deque((name, o) for name in self._tensors for o in range(0, num_elements, CHUNK_ELEMENTS))
+        self._under_way = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def complete(self) -> bool:
+        return not self._pending and not self._under_way
+
+    async def fetch_from(self, donor: m.Member) -> None:
+        """Ask `donor` for one range after another until none is left.
+
+        Raises:
+            LinkError, RemoteError: it gave no more; what it had is kept.
+        """
+        while (wanted := await self._next()) is not None:
+            try:
+                await self._fetch(donor, *wanted)
+            except BaseException:
+                self._pending.appendleft(wanted)
+                raise
+            finally:
+                self._under_way -= 1
+                async with self._changed:
+                    self._changed.notify_all()
+
+    async def _next(self) -> tuple[str, int] | None:
+        async with self._changed:
+            while not self._pending and self._under_way:  # another donor may yet give its range back
+                await self._changed.wait()
+            if not self._pending:
+                return None
+            self._under_way += 1
+            return self._pending.popleft()
+
+    async def _fetch(self, donor: m.Member, name: str, offset: int) -> None:
+        ask = m.StateRange(
+            run=self._link.context.run, stage=self._member.stage, head=self.manifest.record.head, name=name,
+            offset=offset, length=CHUNK_ELEMENTS,
+        )  # fmt: skip
+        stall_s = self._link.context.config.timing.stall_s
+        _, frame = await self._link.ask(donor, ask, m.StateChunk, stall_s=stall_s)
+        target = self._tensors[name][offset : offset + CHUNK_ELEMENTS]
+        part = decode_tensor(frame.message.tensors[0], frame.buffers[0])
+        if part.shape != target.shape:
+            raise RemoteError(f"{name}: a range came back with the wrong length")
+        target.copy_(part)
+
+    async def verified(self) -> StageState:
+        """The state, once every tensor has the digest that was announced.
+
+        Raises:
+            RemoteError: naming the tensor that has another.
+        """
+        compute = self._member.compute
+        tensors = {}
+        for name, _, _, digest in self.manifest.entries:
+            flat = self._tensors[name]
+            found = await self._member.background.run(lambda f=flat: digest_of([f]), Priority.CONTROL)  # type: ignore[misc]
+            if found.value != digest:
+                raise RemoteError(f"{name}: the digest differs from the one announced")
+            tensors[name] = flat.to(compute.device)
+        if set(tensors) - {"previous"} != {"masters", "first", "second"}:
+            raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
+        previous = None
+        if self.manifest.previous is not None and "previous" in tensors:
+            previous = make_version(self.manifest.previous, compute.layout, tensors["previous"], compute.dtype)
+        version = make_version(self.manifest.record, compute.layout, tensors["masters"], compute.dtype)
+        optimizer = OptimizerState(tensors["first"], tensors["second"], self.manifest.num_updates)
+        return StageState(version, optimizer, previous)
+
+
+async def download(link: Link, member: StageMember, donors: Sequence[m.Member], *, min_step: int) -> StageState:
+    """A verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same head.
 
     Raises:
         RemoteError: none of them gave one; says what each answered.
     """
-    reasons = []
-    for donor in donors:
+    reasons: list[str] = []
+    stall_s = link.context.config.timing.stall_s
+
+    async def offer(donor: m.Member) -> m.StateManifest | None:
+        ask = m.StateOffer(run=link.context.run, stage=member.stage, min_step=min_step)
         try:
-            return await _download_from(link, member, donor, min_step=min_step)
+            manifest, _ = await link.ask(donor, ask, m.StateManifest, stall_s=stall_s)
         except (LinkError, RemoteError) as error:
             reasons.append(f"{donor.peer[:8]}: {error}")
+            return None
+        return manifest if manifest.record.step >= min_step else None
+
+    offers = list(zip(donors, await asyncio.gather(*(offer(donor) for donor in donors)), strict=True))
+    given = [manifest for _, manifest in offers if manifest is not None]
+    if given:
+        newest = max(given, key=lambda x: (x.record.era, x.record.step, x.record.head))
+        incoming = _Incoming(link, member, newest)
+        sources = [d for d, x in offers if x is not None and (x.record.head, x.entries) == (newest.record.head, newest.entries)]
+
+        async def fetch(donor: m.Member) -> None:
+            try:
+                await incoming.fetch_from(donor)
+            except (LinkError, RemoteError) as error:
+                reasons.append(f"{donor.peer[:8]}: {error}")
+
+        await together(*(fetch(donor) for donor in sources))
+        if incoming.complete:
+            return await incoming.verified()
     raise RemoteError(f"no state for stage {member.stage}: {'; '.join(reasons) or 'nobody to ask'}")
-
-
-async def _download_from(
-    link: Link, member: StageMember, donor: m.Member, *, min_step: int
-) -> StageState:
-    run, stage = link.context.run, member.stage
-    timing = link.context.config.timing
-    offer = m.StateOffer(run=run, stage=stage, min_step=min_step)
-    manifest, _ = await link.ask(donor, offer, m.StateManifest, stall_s=timing.stall_s)
-    if manifest.record.step < min_step:
-        raise RemoteError(f"offered step {manifest.record.step}, {min_step} was asked for")
-    num_elements, dtype = member.compute.layout.num_elements, member.compute.master_dtype
-    tensors: dict[str, torch.Tensor] = {}
-    for name, dtype_name, length, digest in manifest.entries:
-        if length != num_elements or _DTYPES.get(dtype_name) != dtype:
-            raise RemoteError(f"{name} has {length} elements of {dtype_name}, this stage {num_elements} of {dtype}")
-        flat = torch.empty(num_elements, dtype=dtype)
-        for offset in range(0, length, CHUNK_ELEMENTS):
-            ask = m.StateRange(
-                run=run, stage=stage, head=manifest.record.head, name=name, offset=offset, length=CHUNK_ELEMENTS
-            )
-            _, frame = await link.ask(donor, ask, m.StateChunk, stall_s=timing.stall_s)
-            part = decode_tensor(frame.message.tensors[0], frame.buffers[0])
-            if part.shape != flat[offset : offset + CHUNK_ELEMENTS].shape:
-                raise RemoteError(f"{name}: a range came back with the wrong length")
-            flat[offset : offset + CHUNK_ELEMENTS] = part
-        found = (await member.background.run(lambda f=flat: digest_of([f]), Priority.CONTROL)).value  # type: ignore[misc]
-        if found != digest:
-            raise RemoteError(f"{name}: the digest differs from the one announced")
-        tensors[name] = flat.to(member.compute.device)
-    if set(tensors) - {"previous"} != {"masters", "first", "second"}:
-        raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
-    layout, compute_dtype = member.compute.layout, member.compute.dtype
-    previous = None
-    if manifest.previous is not None and "previous" in tensors:
-        previous = make_version(manifest.previous, layout, tensors["previous"], compute_dtype)
-    version = make_version(manifest.record, layout, tensors["masters"], compute_dtype)
-    return StageState(version, OptimizerState(tensors["first"], tensors["second"], manifest.num_updates), previous)

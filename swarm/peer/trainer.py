@@ -259,6 +259,13 @@ class Trainer:
         while True:
             try:
                 trained = await self._pass("train", ticket, self._head_for(ticket.step), tensors, buffers, downstream)
+                if trained.overflow and ticket not in self._avoid:
+                    # What others make of it tells whether the ticket or one of these peers is to blame.
+                    self._avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
+                    through = ", ".join(hop.peer[:8] for hop in trained.hops)
+                    logger.warning("ticket %s: not finite on its way through %s; asking others", tuple(ticket), through)
+                    downstream.clear()
+                    continue
                 return all(hop.accumulated for hop in trained.hops)
             except RefusedBy as refused:
                 if refused.code in ("ahead", "stale"):

@@ -5,13 +5,33 @@ Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 
 from swarm.lifecycle.step import Entry, Ledger
+from swarm.stage.kernels import MAX_TOGETHER, Summand, add_together
 from swarm.stage.layout import Layout
 from swarm.wire.messages import Term
+
+#: A gradient beyond this is as good as infinite: its square, which the optimizer takes, is none in fp32.
+LARGEST = 2.0**60
+
+
+class Numbers(Protocol):
+    """What a ticket turned out to be. On a device that computes later, `wait` comes before the rest."""
+
+    def is_known(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    @property
+    def is_finite(self) -> bool: ...
+
+    @property
+    def entry(self) -> Entry: ...
 
 
 class Accumulator:
@@ -26,6 +46,10 @@ class Accumulator:
         self._views: list[torch.Tensor] = []
         #: The sum was handed out as a contribution: it is copied before it changes.
         self._lent = False
+        #: Tickets that are marked in the ledger before the device has told what they are.
+        self._unseen: deque[tuple[int, Numbers]] = deque()
+        #: Their gradients that are not in the sum yet: fewer than `MAX_TOGETHER`.
+        self._waiting: list[Summand] = []
 
     def add(
         self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
@@ -38,7 +62,7 @@ class Accumulator:
         """
         if not self.ledger.may_add(index):
             return "denied"
-        if not all(_is_finite(g) for g in gradients if g is not None):
+        if not all(is_finite(g) for g in gradients if g is not None):
             self.ledger.add(index, entry, overflow=True)
             return "overflow"
         try:
@@ -51,6 +75,13 @@ class Accumulator:
 
     def add_all(self, gradients: list[torch.Tensor | None], factor: float = 1.0) -> None:
         """Add one micro-batch's gradients to the sum; an exception leaves it spoilt."""
+        self._prepare()
+        for view, gradient in zip(self._views, gradients, strict=True):
+            if gradient is not None:
+                view.add_(gradient, alpha=factor)
+
+    def _prepare(self) -> None:
+        """A sum that may change."""
         if self._flat is None:
             self._flat = torch.zeros(self._layout.num_elements, dtype=self._dtype, device=self._device)
             self._views = self._layout.views(self._flat)
@@ -58,29 +89,82 @@ class Accumulator:
             self._flat = self._flat.clone()
             self._views = self._layout.views(self._flat)
         self._lent = False
-        for view, gradient in zip(self._views, gradients, strict=True):
-            if gradient is not None:
-                view.add_(gradient, alpha=factor)
+
+    def add_unseen(
+        self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
+        loss_scale: float = 1.0,
+    ) -> bool:  # fmt: skip
+        """As `add`, on a device that has not computed `is_valid` (see `Summand`) yet: it adds what turns out valid.
+
+        The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the
+        next ones; `settle` completes the sum, and tells the ledger what each ticket was, before any seal.
+
+        Returns:
+            Whether the ticket was marked; False without a valid claim.
+        """
+        while self._unseen and self._unseen[0][1].is_known():
+            self._resolve(*self._unseen.popleft())
+        if not self.ledger.may_add(index):
+            return False
+        try:
+            self._prepare()
+            self._waiting.append(Summand(gradients, is_valid, 1.0 / loss_scale))
+            if len(self._waiting) == MAX_TOGETHER:
+                self._add_waiting()
+        except BaseException:
+            self.discard()
+            raise
+        self.ledger.add(index, Entry(0, 0.0))
+        self._unseen.append((index, numbers))
+        return True
+
+    def settle(self) -> None:
+        """Wait until the device has told of every ticket; then sum and ledger are right."""
+        self._add_waiting()
+        while self._unseen:
+            index, numbers = self._unseen.popleft()
+            numbers.wait()
+            self._resolve(index, numbers)
+
+    def _add_waiting(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            try:
+                self._prepare()
+                add_together(self._views, waiting)
+            except BaseException:
+                self.discard()
+                raise
+
+    def _resolve(self, index: int, numbers: Numbers) -> None:
+        self.ledger.resolve(index, numbers.entry, overflow=not numbers.is_finite)
 
     def discard(self) -> None:
         self.ledger.discard()
+        self._unseen.clear()
+        self._waiting.clear()
         self._flat, self._views = None, []
 
     def freeze(self, term: Term) -> None:
         """Seal the ledger for an attempt. Each gradient was finite; if their sum is not, no ticket of it counts."""
-        if self._flat is not None and not _is_finite(self._flat):
+        self.settle()
+        if self._flat is not None and not is_finite(self._flat):
             self.ledger.spoil()
             self._flat, self._views = None, []
         self.ledger.collect(term, freeze=True)
 
     def contribution(self) -> torch.Tensor | None:
-        """The sum [N] on the CPU, unchanged by what comes later; None if nothing was added."""
+        """The sum [N] on its device, unchanged by what comes later; None if nothing was added."""
+        self.settle()
         if self._flat is None or not self.ledger.entries:
             return None
         self._lent = True
-        return self._flat.detach().cpu()
+        return self._flat.detach()
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is; without a temporary of the tensor's size."""
-    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every element is, and none is beyond `LARGEST`; without a temporary of the tensor's size."""
+    if tensor.numel() == 0:
+        return True
+    extremes = torch.stack(torch.aminmax(tensor.detach()))  # both are NaN if any element is
+    return bool((extremes.double().abs() <= LARGEST).all())  # in a 16-bit type the bound itself would be infinite

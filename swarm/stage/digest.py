@@ -32,9 +32,15 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> str:
     """
     state = hashlib.sha256()
     for tensor in tensors:
-        data = _bytes(tensor)
-        whole = data.size - data.size % (8 * _LANES)
+        words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole = words.numel() - words.numel() % (8 * _LANES)
         if whole:
-            state.update(data[:whole].view(np.uint64).reshape(-1, _LANES).sum(axis=0, dtype=np.uint64).data)
-        state.update(data[whole:].data)
+            state.update(_lanes(words[:whole]).data)
+        state.update(_bytes(words[whole:]).data)
     return state.hexdigest()
+
+
+def _lanes(data: torch.Tensor) -> np.ndarray:
+    if data.is_cuda:  # where the tensor lies; integers wrap around there too
+        return data.view(torch.int64).view(-1, _LANES).sum(dim=0, dtype=torch.int64).cpu().numpy()
+    return data.numpy().view(np.uint64).reshape(-1, _LANES).sum(axis=0, dtype=np.uint64)

@@ -59,9 +59,20 @@ class Executor(abc.ABC):
 
 
 class ThreadExecutor(Executor):
-    """One daemon thread. `run` must be called from the event loop the executor was made on."""
+    """One daemon thread. `run` must be called from the event loop the executor was made on.
 
-    def __init__(self, name: str = "compute") -> None:
+    Args:
+        name: of the thread.
+        prepare: called first of all in the thread.
+        after_job: called after each job; the next waits for it, the job's waiter does not.
+    """
+
+    def __init__(
+        self, name: str = "compute", *, prepare: Callable[[], None] | None = None,
+        after_job: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._prepare = prepare
+        self._after_job = after_job
         self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
@@ -88,6 +99,8 @@ class ThreadExecutor(Executor):
         return await future
 
     def _work(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
         while True:
             with self._wake:
                 while not self._heap and not self._closed:
@@ -109,6 +122,8 @@ class ThreadExecutor(Executor):
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
             del job, value, error, future
+            if self._after_job is not None:
+                self._after_job()
 
     def close(self) -> None:
         with self._wake:

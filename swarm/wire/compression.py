@@ -65,22 +65,38 @@ def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> 
         NonFinite: if a finite value overflows in `codec` (70000.0 in fp16), or an infinity meets a lossy codec.
         ValueError: if the dtype is none of the protocol's.
     """
+    spec, coded, watched = code_tensor(name, tensor, codec, role)
+    if coded.numel() == 0:
+        return spec, b""
+    if watched is not None:
+        require_finite(watched, f"{name} in {spec.codec}")
+    return spec, coded.cpu().numpy().data
+
+
+def code_tensor(
+    name: str, tensor: torch.Tensor, codec: Codec, role: Role
+) -> tuple[TensorSpec, torch.Tensor, torch.Tensor | None]:
+    """The first half of `encode_tensor`: on the tensor's own device, which is not waited for.
+
+    Returns:
+        The spec; the payload as flat uint8 on that device; and what must be finite for the payload to be valid (None
+        if the codec loses nothing).
+
+    Raises:
+        ValueError: if the dtype is none of the protocol's.
+    """
     if tensor.dtype not in _NAMES:
         raise ValueError(f"{name}: {tensor.dtype} cannot travel")
     if not tensor.is_floating_point():
         codec = "raw"
     spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role)
     flat = tensor.detach().reshape(-1)
-    if flat.numel() == 0:
-        return spec, b""
-    if codec == "raw":
-        coded = flat
-    elif codec == "8bit":
-        coded = _quantize(flat, name)
-    else:
-        coded = flat.to(_HALVES[codec])
-        require_finite(coded, f"{name} in {codec}")
-    return spec, coded.contiguous().view(torch.uint8).cpu().numpy().data
+    coded, watched = flat, None
+    if codec == "8bit" and flat.numel():
+        coded, watched = _quantize(flat)
+    elif codec != "raw":
+        coded = watched = flat.to(_HALVES.get(codec, flat.dtype))
+    return spec, coded.contiguous().view(torch.uint8), watched
 
 
 def decode_tensor(spec: TensorSpec, buffer: Buffer, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -95,17 +111,21 @@ def decode_tensor(spec: TensorSpec, buffer: Buffer, device: torch.device | str =
     data = memoryview(buffer)
     if data.nbytes != spec.num_bytes:
         raise RemoteProtocolError(f"tensor {spec.name}: {data.nbytes} bytes, its spec says {spec.num_bytes}")
-    dtype = _DTYPES[spec.dtype]
     if spec.num_elements == 0:
-        return torch.empty(spec.shape, dtype=dtype, device=device)
-    payload = np.frombuffer(data, dtype=np.uint8)
+        return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
+    stored = 1 if spec.codec == "8bit" else _HALVES.get(spec.codec, _DTYPES[spec.dtype]).itemsize
+    return decode_coded(spec, _as_tensor(np.frombuffer(data, dtype=np.uint8), alignment=stored).to(device))
+
+
+def decode_coded(spec: TensorSpec, coded: torch.Tensor) -> torch.Tensor:
+    """The second half of `decode_tensor`: `coded` is the payload as uint8 on any device; that device is not waited for."""
+    dtype = _DTYPES[spec.dtype]
     if spec.codec == "8bit":
-        flat = _dequantize(payload, spec.num_elements, device).to(dtype)
+        flat = _dequantize(coded, spec.num_elements).to(dtype)
+    elif dtype == torch.bool:  # a byte other than 0 and 1 is no bool to torch: normalise instead of viewing
+        flat = coded != 0
     else:
-        stored = _HALVES.get(spec.codec, dtype)
-        raw = _as_tensor(payload, alignment=stored.itemsize).to(device)
-        # A byte other than 0 and 1 is no bool to torch: normalise instead of viewing.
-        flat = raw != 0 if stored == torch.bool else raw.view(stored).to(dtype)
+        flat = coded.view(_HALVES.get(spec.codec, dtype)).to(dtype)
     return flat.reshape(spec.shape)
 
 
@@ -116,21 +136,21 @@ def _as_tensor(payload: np.ndarray, *, alignment: int) -> torch.Tensor:
     return torch.from_numpy(payload)
 
 
-def _quantize(flat: torch.Tensor, name: str) -> torch.Tensor:
-    """Codes, then scales, as uint8 [n + 4 * num_blocks]."""
+def _quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, then scales, as uint8 [n + 4 * num_blocks]; and the scales."""
     # fp64 would allocate 256 times its size, and 16-bit kernels differ between devices: fp32 always.
     values = flat.float().contiguous()
     codes, state = _blockwise().quantize_blockwise(values, blocksize=BLOCK_SIZE)
-    require_finite(state.absmax, f"{name} in 8bit")
     # The CPU kernel of bitsandbytes 0.50 turns 0 into +2.1e-5 of the block's scale, a bias where a gradient is masked.
-    codes.masked_fill_(values == 0, _ZERO_CODE)
-    return torch.cat([codes, state.absmax.float().view(torch.uint8)])
+    if not codes.is_cuda:
+        codes.masked_fill_(values == 0, _ZERO_CODE)
+    scales = state.absmax.float()
+    return torch.cat([codes, scales.view(torch.uint8)]), scales
 
 
-def _dequantize(payload: np.ndarray, num_elements: int, device: torch.device | str) -> torch.Tensor:
-    codes = _as_tensor(payload[:num_elements], alignment=1).to(device)
-    scales = torch.from_numpy(payload[num_elements:].copy()).view(torch.float32).to(device)
-    return _blockwise().dequantize_blockwise(codes, absmax=scales, blocksize=BLOCK_SIZE)
+def _dequantize(coded: torch.Tensor, num_elements: int) -> torch.Tensor:
+    scales = coded[num_elements:].clone().view(torch.float32)  # the copy is aligned
+    return _blockwise().dequantize_blockwise(coded[:num_elements], absmax=scales, blocksize=BLOCK_SIZE)
 
 
 @cache

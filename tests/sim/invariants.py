@@ -26,12 +26,6 @@ SLACK_S = 1.0
 LOOK_S = 0.5
 
 
-def open_steps(peer: StagePeer) -> dict[int, Any]:
-    """What a stage peer knows of each step that has not committed."""
-    member: Any = peer.member
-    return member.steps if hasattr(member, "steps") else member._steps  # type: ignore[no-any-return]
-
-
 class InvariantBroken(AssertionError):
     """Something that must hold at every moment did not."""
 
@@ -100,7 +94,7 @@ class Invariants:
     def _check_ledgers(self) -> None:
         holders: dict[tuple[int, int, int], list[StagePeer]] = {}
         for peer in self._simulation.stage_peers():
-            for step, state in open_steps(peer).items():
+            for step, state in peer.member.steps.items():
                 ledger = state.accumulator.ledger
                 both = ledger.overflow.intersection(ledger.entries)
                 if both:
@@ -134,7 +128,8 @@ class Invariants:
                 call.progress.advanced_at = now  # a stopped process waits for nothing
             waited = now - call.progress.advanced_at
             if waited > call.stall_s + connect_s + SLACK_S:
-                self._broken(f"{call.message.kind} to {call.target} has not advanced for {waited:.1f} s")
+                name = type(call.message).__name__
+                self._broken(f"{name} to {call.target} has not advanced for {waited:.1f} s")
 
     def _broken(self, what: str) -> None:
         raise InvariantBroken(f"at {asyncio.get_running_loop().time():.3f} s: {what}")

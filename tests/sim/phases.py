@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from invariants import open_steps
 from simulation import Call, Node, Simulation
 
 from swarm.base.ids import Address
@@ -135,7 +134,7 @@ async def committed(simulation: Simulation, steps: int, *, within_s: float = 300
 def ledger(node: Node, step: int) -> set[int]:
     """Tickets in a stage peer's accumulator of `step`."""
     assert isinstance(node.peer, StagePeer)
-    state = open_steps(node.peer).get(step)
+    state = node.peer.member.steps.get(step)
     return set() if state is None else set(state.accumulator.ledger.entries)
 
 

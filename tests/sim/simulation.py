@@ -7,8 +7,9 @@ promise 2 compares with. Used by `tests/sim` and `benchmarks/chaos.py`.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ import torch
 from invariants import CheckedLoop, Invariants, WatchedProgress
 
 from swarm.base.config import RunConfig
+from swarm.base.errors import LinkBroken
 from swarm.base.ids import Address, Ticket, new_incarnation
 from swarm.net.identity import Identity
 from swarm.net.memory import MemoryNetwork, MemoryTransport
@@ -116,10 +118,15 @@ def small_config(**changes: object) -> RunConfig:
 class PlainResult:
     losses: list[float]
     parameters: torch.Tensor
+    #: What `clip_grad_norm_` returned.
+    grad_norms: list[float]
 
 
-def one_process(config: RunConfig) -> PlainResult:
-    """The same training in one plain PyTorch process: torch's own AdamW and clip_grad_norm_, one whole model."""
+def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Collection[int] = ()) -> PlainResult:
+    """The same training in one plain PyTorch process: torch's own AdamW and clip_grad_norm_, one whole model.
+
+    As with a GradScaler a step whose gradient is not finite is skipped, and so are the steps of `skip`.
+    """
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     stages = [_Stage(k, config.num_stages, dtype) for k in range(config.num_stages)]
     parameters = [p for stage in stages for p in stage.parameters()]
@@ -127,8 +134,8 @@ def one_process(config: RunConfig) -> PlainResult:
         parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
         weight_decay=config.weight_decay, foreach=False,
     )  # fmt: skip
-    feed = SmallFeed(config)
-    losses = []
+    feed = feed or SmallFeed(config)
+    losses, grad_norms = [], []
     history: list[list[torch.Tensor]] = []
     for step in range(config.total_steps):
         history.append([p.detach().clone() for p in parameters])
@@ -153,12 +160,14 @@ def one_process(config: RunConfig) -> PlainResult:
         for p in parameters:
             assert p.grad is not None
             p.grad /= tokens
-        torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
-        optimizer.step()
+        if math.isfinite(norm) and step not in skip:
+            optimizer.step()
         losses.append(loss_sum / tokens)
-    return PlainResult(losses, torch.cat([p.detach().reshape(-1) for p in parameters]))
+        grad_norms.append(norm)
+    return PlainResult(losses, torch.cat([p.detach().reshape(-1) for p in parameters]), grad_norms)
 
 
 @dataclass
@@ -217,6 +226,8 @@ class _Transport(MemoryTransport):
         try:
             request = simulation.falsified(self.address, request)
             reply = await super().call(address, request, stall_s=stall_s, progress=call.progress)
+            if any(lost(call) for lost in simulation.lose_reply):
+                raise LinkBroken(f"{address}: the reply was lost (injected)")
             call.reply = reply.message
         except BaseException as error:
             call.error = error
@@ -289,6 +300,8 @@ class Simulation:
         self.before_request: list[Callable[[Call], Awaitable[None]]] = []
         #: Called when a request has its reply or its caller gave up.
         self.after_reply: list[Callable[[Call], None]] = []
+        #: A request that one of these is true of was served, but its caller sees a broken link.
+        self.lose_reply: list[Callable[[Call], bool]] = []
         #: What a peer sends instead of each frame, by its address: a peer that computes wrong values.
         self.falsify: dict[Address, Callable[[Frame], Frame]] = {}
         self.invariants = Invariants(self)

@@ -125,11 +125,36 @@ def test_activations_are_recomputed_when_memory_is_short():
         simulation = Simulation(config, seed=8)
         await simulation.add_backbone("backbone0")
         for stage in range(3):
-            await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=12 * (4 * 6 * 8 + 4 * 8))
+            await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=8 * (4 * 6 * 8 + 4 * 8))
         await simulation.add_trainer("trainer0")
         await simulation.finish()
         check(simulation)
         assert simulation.stage_peers(0)[0].micro_batches.recomputed > 0
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_peer_that_leaves_contributes_first():
+    """SIGTERM costs no ticket: what the leaver holds is in the next commit, and no step is reopened."""
+    config = small_config(total_steps=8)
+
+    async def main():
+        simulation = Simulation(config, seed=9)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 2)
+        node = simulation.nodes["stage1.0"]
+        async with asyncio.timeout(60):
+            while not any(s.accumulator.ledger.entries for s in node.peer.member.steps.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        began = asyncio.get_running_loop().time()
+        node.peer.stop()
+        await node.peer.close()
+        assert asyncio.get_running_loop().time() - began < 15
+        del simulation.nodes["stage1.0"]
+        await simulation.finish()
+        check(simulation)
+        assert all(record.reopened == 0 for record in simulation.commits.values()), "a ticket was computed twice"
         await simulation.close()
 
     run_virtual(main())

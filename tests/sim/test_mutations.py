@@ -18,8 +18,8 @@ from swarm.base.errors import SwarmError
 from swarm.base.virtual_time import Deadlock
 from swarm.lifecycle.coverage import Coverage
 from swarm.lifecycle.step import STEP, Ledger
+from swarm.peer.link import Link
 from swarm.peer.micro_batches import MicroBatchServer
-from swarm.peer.stage_leader import StageLeader
 from swarm.peer.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
@@ -159,18 +159,34 @@ def clip_per_stage(patch):
     patch.setattr(StageMember, "advance", clipped)
 
 
+def _around(patch, request, wrap):
+    """Have `wrap(handler, link)` serve `request` at every peer."""
+    register = Link.register
+    patch.setattr(
+        Link, "register", lambda self, kind, handler: register(self, kind, wrap(handler, self) if kind is request else handler)
+    )
+
+
 def ignore_an_incarnation(patch):
     """A restarted peer is taken for what it was: its former self's seal has it average, with nothing in its hands."""
-    on_reduce = StageMember._on_reduce
+    init, members = StageMember.__init__, {}
 
-    async def as_before(self, message, frame, progress):
-        ledger = self.step_state(message.step).accumulator.ledger
-        if ledger.term.order < message.term.order:
-            ledger.collect(message.term, freeze=True)
-        return await on_reduce(self, message, frame, progress)
+    def remembering(self, link, *args):
+        members[link] = self
+        init(self, link, *args)
+
+    def as_before(handler, link):
+        async def on_reduce(message, frame, progress):
+            ledger = members[link].step_state(message.step).accumulator.ledger
+            if ledger.term.order < message.term.order:
+                ledger.collect(message.term, freeze=True)
+            return await handler(message, frame, progress)
+
+        return on_reduce
 
     patch.setattr(m.Member, "key", property(lambda self: (self.peer, "")))
-    patch.setattr(StageMember, "_on_reduce", as_before)
+    patch.setattr(StageMember, "__init__", remembering)
+    _around(patch, m.Reduce, as_before)
 
 
 def apply_a_record_twice(patch):
@@ -226,13 +242,15 @@ def serve_whatever_version_is_newest(patch):
 
 def grant_every_claim(patch):
     """A leader grants without its book."""
-    on_claim = StageLeader._on_claim
 
-    async def generous(self, message, frame, progress):
-        reply = await on_claim(self, message, frame, progress)
-        return reply.model_copy(update={"granted": message.indexes})
+    def generous(handler, link):
+        async def on_claim(message, frame, progress):
+            reply = await handler(message, frame, progress)
+            return reply.model_copy(update={"granted": message.indexes})
 
-    patch.setattr(StageLeader, "_on_claim", generous)
+        return on_claim
+
+    _around(patch, m.Claim, generous)
 
 
 MUTATIONS = {

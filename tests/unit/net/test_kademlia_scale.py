@@ -165,6 +165,26 @@ def test_time_outs_follow_the_round_trips(latency_s):
     run(main(), latency_s=latency_s)
 
 
+def test_when_everything_is_slow_nobody_is_taken_for_dead():
+    async def main() -> None:
+        nodes = await spawn(6)
+        for seed, node in enumerate(nodes):
+            await node.publish(KEY, signed(seed, ttl_s=3600.0))
+        fabric().latency_s = (0.7, 0.9)  # answers take longer than the time-out: all processes starve, say
+        await asyncio.sleep(90)
+        assert sum(node.statistics()["late_replies"] for node in nodes) > 5, "late, and signs of life all the same"
+        assert [node.statistics()["contacts"] for node in nodes] == [5] * 6
+        assert len(await nodes[0].lookup(KEY)) == 6
+        retransmissions = sum(node.statistics()["retransmissions"] for node in nodes)
+        await asyncio.sleep(60)
+        after = sum(node.statistics()["retransmissions"] for node in nodes)
+        questions = sum(count for node in nodes for name, count in node.statistics().items() if name.startswith("asked_"))
+        assert after - retransmissions < questions / 2, "repetition does not make a busy network busier"
+        await close(*nodes)
+
+    run(main())
+
+
 # ------------------------------------------------------------------ deaths
 
 def test_half_of_all_die_at_once_and_lookups_succeed_within_two_seconds():

@@ -55,13 +55,16 @@ def test_each_address_has_its_own_time_and_strangers_the_common_one():
     assert addresses.lost_after_s(FAR) == 0.4, "nor later"
 
 
-def test_a_busy_moment_is_forgotten():
+def test_a_busy_moment_is_forgotten_when_others_answer_fast_again():
     clock = Clock()
     addresses = known(clock)
-    addresses.observe(NEAR, 0.06)
-    addresses.observe(NEAR, 0.5)
-    assert addresses.lost_after_s(NEAR) == 0.4
+    for seconds in (0.06, 0.5):
+        addresses.observe(NEAR, seconds)
+        addresses.observe(FAR, seconds)
     clock.now += 20
+    assert addresses.lost_after_s(NEAR) == 0.4, "all were busy, and nothing says that this is over"
+    for _ in range(60):
+        addresses.observe(FAR, 0.06)
     assert addresses.lost_after_s(NEAR) == pytest.approx(0.09, abs=0.002)
 
 

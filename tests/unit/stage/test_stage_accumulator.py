@@ -101,10 +101,11 @@ def test_only_overflows_contribute_nothing() -> None:
     assert accumulator.contribution() is None
 
 
-def test_a_large_but_finite_gradient_is_added() -> None:
+def test_a_large_gradient_is_added_unless_its_square_is_infinite_in_fp32() -> None:
     accumulator = made(torch.float32)
-    claimed(accumulator, 0)
-    assert accumulator.add(0, ENTRY, gradient(1e30, torch.float32)) == "accumulated"
+    claimed(accumulator, 0, 1)
+    assert accumulator.add(0, ENTRY, gradient(1e18, torch.float32)) == "accumulated"
+    assert accumulator.add(1, ENTRY, gradient(1e30, torch.float32)) == "overflow"
     assert torch.isfinite(accumulator.contribution()).all()
 
 

@@ -1,0 +1,124 @@
+"""What a swarm on GPUs is compared with, over the same stage modules: one process, and NCCL pipelining.
+
+`plain`: one process, one GPU, all layers; forward and backward of one micro-batch after another.
+`nccl`: `torch.distributed.pipelining` Schedule1F1B, one process a GPU; started once for each rank.
+Parameters and gradient sums are in the precision of the run; there is no optimizer step. Prints a JSON list of tokens/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.causal_lm import CausalLMFactory, CausalLMStage
+from models.registry import factory_of
+from swarm.base.config import RunConfig, parse_config_bytes
+from swarm.stage.compute import PRECISION_DTYPES
+
+WARMUP = 8
+
+
+def stage_on(factory: CausalLMFactory, span: range, device: torch.device, dtype: torch.dtype) -> CausalLMStage:
+    """Layers `span` with random values drawn on the device: which values does not matter for speed."""
+    skeleton = factory._skeleton()
+    stage = CausalLMStage(skeleton, span).to_empty(device=device)
+    with torch.no_grad():
+        stage.apply(skeleton._init_weights)
+    for parameter in stage.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return stage.train()
+
+
+def tokens_like(config: RunConfig, num: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 256, (num * config.micro_batch_size, config.sequence_length), device=device)
+
+
+def plain(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repetitions: int) -> list[float]:
+    device = torch.device("cuda:0")
+    whole = range(factory.config.num_hidden_layers)
+    model = stage_on(factory, whole, device, PRECISION_DTYPES[config.precision])
+    ids = tokens_like(config, 1, device)
+
+    def run(num: int) -> float:
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        for _ in range(num):
+            model({"input_ids": ids}, {"labels": ids})["loss_sum"].backward()
+        torch.cuda.synchronize()
+        return num * ids.numel() / (time.monotonic() - began)
+
+    run(WARMUP)
+    return [run(micro_batches) for _ in range(repetitions)]
+
+
+class _Part(torch.nn.Module):
+    """A stage as `torch.distributed.pipelining` wants it: a tensor in, a tensor out; the loss comes after."""
+
+    def __init__(self, stage: CausalLMStage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stage.hidden_states({"input_ids" if self.stage.is_first else "hidden_states": x})
+
+    def loss(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        return self.stage._loss_sum(hidden_BTD.flatten(0, 1), labels_BT.reshape(-1))
+
+
+def nccl(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repetitions: int) -> list[float]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    part = _Part(stage_on(factory, factory.spans[rank], device, PRECISION_DTYPES[config.precision]))
+    stage = PipelineStage(part, rank, size, device)
+
+    def run(schedule: Any, num: int) -> float:
+        ids = tokens_like(config, num, device)
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        if rank == 0:
+            schedule.step(ids)
+        elif rank == size - 1:
+            schedule.step(target=ids, return_outputs=False)
+        else:
+            schedule.step()
+        torch.cuda.synchronize()
+        dist.barrier()
+        return ids.numel() / (time.monotonic() - began)
+
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=part.loss, scale_grads=False)
+    run(schedule, micro_batches)
+    rates = [run(schedule, micro_batches) for _ in range(repetitions)]
+    dist.destroy_process_group()
+    return rates if rank == 0 else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("plain", "nccl"))
+    parser.add_argument("--run", type=Path, required=True, help="a run's configuration, as JSON")
+    parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches per repetition")
+    parser.add_argument("--repetitions", type=int, required=True)
+    options = parser.parse_args()
+    config = parse_config_bytes(options.run.read_bytes())
+    factory = factory_of(config)
+    assert isinstance(factory, CausalLMFactory)
+    measure = {"plain": plain, "nccl": nccl}[options.kind]
+    rates = measure(config, factory, options.micro_batches, options.repetitions)
+    if rates:
+        print(json.dumps(rates))
+
+
+if __name__ == "__main__":
+    main()

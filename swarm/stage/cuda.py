@@ -1,0 +1,242 @@
+"""A CUDA device: copies on their own streams from and to pinned memory, and a compute thread that runs a little ahead.
+
+The compute thread enqueues kernels on the device's default stream and never waits for a result. What it needs arrives
+through the upload stream; what leaves goes through the download stream into pinned memory. One more thread waits for
+the downloads, in the order in which they began.
+
+Pinned memory comes from torch's own pool (blocks are reused once their copies are done), so it is bounded by what is in
+flight: requests by the transport's admission, answers by the number of requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from swarm.lifecycle.step import Entry
+from swarm.stage.accumulator import LARGEST, Accumulator
+from swarm.stage.device import Added, Device, Outgoing, Role, Transfer, entry_of
+from swarm.stage.executor import Priority, ThreadExecutor
+from swarm.stage.kernels import all_within
+from swarm.stage.module import Tensors
+from swarm.wire.compression import code_tensor, decode_coded, encode_tensor, require_finite
+from swarm.wire.framing import Buffer, Frame
+from swarm.wire.messages import Codec, TensorSpec
+
+#: Jobs whose kernels may be waiting at the device while the compute thread goes on with the next.
+JOBS_AHEAD = 2
+#: Bodies beyond this size are received into ordinary memory: pinning is for what comes again and again.
+MAX_PINNED_BYTES = 2**26
+_MIN_PINNED_BYTES = 2**14
+
+
+class Pace:
+    """Called after each job: holds the compute thread until at most `JOBS_AHEAD` jobs are left at the device.
+
+    So the device never runs dry, and a backward that comes in overtakes all but two jobs. The thread sleeps meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._running: deque[torch.cuda.Event] = deque()
+
+    def __call__(self) -> None:
+        self._running.append(_event_on(torch.cuda.current_stream(self._device)))
+        if len(self._running) > JOBS_AHEAD:
+            self._running.popleft().synchronize()
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, made by this thread on a stream of its own: what is enqueued meanwhile does not wait for it."""
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.default_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        return tensor.cpu()
+
+
+def _event_on(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed, blocking=True)
+    event.record(stream)
+    return event
+
+
+def pinned_buffer(num_bytes: int) -> memoryview:
+    """Writable memory that a device can copy from in the background, if it is of a size for that."""
+    if not _MIN_PINNED_BYTES <= num_bytes <= MAX_PINNED_BYTES:
+        return np.empty(num_bytes, np.uint8).data
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+
+class CudaDevice(Device):
+    """One CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.set_device(device)  # of this thread, so that pinned memory belongs to no other device
+        self._compute = torch.cuda.default_stream(device)
+        self._uploads = torch.cuda.Stream(device)
+        self._downloads = torch.cuda.Stream(device)
+        #: What is being copied in: its memory must stay until the copy is done, also if its request is given up.
+        self._arriving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._began = _event_on(self._compute, timed=True)
+        self._waiter = ThreadExecutor("downloads", prepare=lambda: torch.cuda.set_device(device))
+        self.allocate = pinned_buffer
+
+    def begin(self) -> None:
+        self._began = _event_on(self._compute, timed=True)
+
+    # ------------------------------------------------------------------------------------------------ in
+
+    def receive(self, frame: Frame, role: str) -> Tensors:
+        while self._arriving and self._arriving[0][0].query():
+            self._arriving.popleft()
+        return {
+            spec.name: self._upload(spec, buffer)
+            for spec, buffer in zip(frame.message.tensors, frame.buffers, strict=True)
+            if spec.role == role
+        }
+
+    def _upload(self, spec: TensorSpec, buffer: Buffer) -> torch.Tensor:
+        source = torch.from_numpy(np.frombuffer(_writable(buffer), np.uint8))
+        with torch.cuda.stream(self._uploads):
+            coded = source.to(self._device, non_blocking=True)
+        done = _event_on(self._uploads)
+        self._arriving.append((done, source))
+        self._compute.wait_event(done)
+        coded.record_stream(self._compute)
+        return decode_coded(spec, coded)
+
+    # ------------------------------------------------------------------------------------------------ out
+
+    def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
+        parts = [_Part(name, tensor.detach(), codec, role) for name, tensor in tensors.items()]
+        worked = _event_on(self._compute, timed=True)
+        self._downloads.wait_event(worked)
+        with torch.cuda.stream(self._downloads):
+            for part in parts:
+                part.download(self._downloads)
+        done = _event_on(self._downloads)
+        return _Download(parts, self._began, worked, done)
+
+    def add(
+        self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
+        entry: Entry | Tensors,
+    ) -> Added:  # fmt: skip
+        is_valid = all_within(gradients, LARGEST, self._device)
+        known = entry if isinstance(entry, Entry) else None
+        told = [] if isinstance(entry, Entry) else [entry["tokens"], entry["loss_sum"].detach()]
+        host = torch.empty(1 + len(told), dtype=torch.float64, pin_memory=True)
+        device = torch.stack([t.double().reshape(()) for t in (is_valid, *told)])
+        self._downloads.wait_event(_event_on(self._compute))
+        with torch.cuda.stream(self._downloads):
+            host.copy_(device, non_blocking=True)
+        device.record_stream(self._downloads)
+        numbers = _DeviceNumbers(host, known, _event_on(self._downloads))
+        marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale)
+        return _AddedLater(marked, numbers, self._began, _event_on(self._compute, timed=True))
+
+    async def complete(self, *transfers: Transfer) -> None:
+        def wait() -> None:
+            for transfer in transfers:
+                transfer.wait()
+
+        await self._waiter.run(wait, Priority.CONTROL)
+
+    def close(self) -> None:
+        self._waiter.close()
+
+
+class _Part:
+    """One tensor on its way out."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> None:
+        self.spec, self._coded, watched = code_tensor(name, tensor, codec, role)
+        self._tensor = tensor
+        self._role = role
+        self._checks: torch.Tensor | None = None
+        if watched is not None and tensor.numel():  # extremes are NaN if any element is
+            self._checks = torch.cat([torch.stack(torch.aminmax(t)).double() for t in (tensor, watched)])
+        self._host = torch.empty(self._coded.numel(), dtype=torch.uint8, pin_memory=True)
+        self._host_checks = torch.empty(4, dtype=torch.float64, pin_memory=True)
+
+    def download(self, stream: torch.cuda.Stream) -> None:
+        """On the current stream, which is `stream`."""
+        self._host.copy_(self._coded, non_blocking=True)
+        self._coded.record_stream(stream)
+        if self._checks is not None:
+            self._host_checks.copy_(self._checks, non_blocking=True)
+            self._checks.record_stream(stream)
+
+    def payload(self) -> tuple[TensorSpec, Buffer]:
+        """Once the download is done.
+
+        Raises:
+            NonFinite: a finite value overflows in the codec.
+        """
+        if self._checks is not None:
+            if not bool(torch.isfinite(self._host_checks[:2]).all()):
+                return encode_tensor(self.spec.name, self._tensor, "raw", self._role)
+            require_finite(self._host_checks[2:], f"{self.spec.name} in {self.spec.codec}")
+        return self.spec, self._host.numpy().data
+
+
+class _Download(Outgoing):
+    def __init__(
+        self, parts: list[_Part], began: torch.cuda.Event, worked: torch.cuda.Event, done: torch.cuda.Event
+    ) -> None:
+        super().__init__([])
+        self._parts = parts
+        self._times = (began, worked)
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.synchronize()
+        began, worked = self._times
+        self.seconds = began.elapsed_time(worked) / 1e3
+        self.payload = [part.payload() for part in self._parts]
+        self._parts = []
+
+
+class _DeviceNumbers:
+    """Read once their event is done."""
+
+    def __init__(self, host: torch.Tensor, known: Entry | None, done: torch.cuda.Event) -> None:
+        self._host = host
+        self._known = known
+        self._done = done
+
+    def is_known(self) -> bool:
+        return self._done.query()
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self._host[0])
+
+    @property
+    def entry(self) -> Entry:
+        return self._known or entry_of(*map(float, self._host[1:]))
+
+
+class _AddedLater(Added):
+    def __init__(
+        self, marked: bool, numbers: _DeviceNumbers, began: torch.cuda.Event, ended: torch.cuda.Event
+    ) -> None:
+        super().__init__(marked=marked, numbers=numbers)
+        self._times = (began, ended)
+
+    def wait(self) -> None:
+        super().wait()
+        began, ended = self._times
+        ended.synchronize()
+        self.seconds = began.elapsed_time(ended) / 1e3
+
+
+def _writable(buffer: Buffer) -> Buffer:
+    """numpy hands read-only memory to torch with a warning only: a caller's bytes are copied."""
+    return bytearray(buffer) if memoryview(buffer).readonly else buffer

@@ -1,0 +1,193 @@
+"""How tensors get from buffers onto the device and back, and what a ticket's numbers turn out to be. Knows no messages'
+routes and no network.
+
+A CPU has its results at once. A CUDA device (`cuda.py`) computes later than its thread asks, so whatever leaves it is a
+`Transfer` that is complete some time after the job that began it: a job only begins transfers and never waits for one.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from swarm.lifecycle.step import Entry
+from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
+from swarm.stage.executor import ThreadExecutor
+from swarm.stage.module import Tensors
+from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.framing import Buffer, Frame
+from swarm.wire.messages import Codec, TensorSpec
+
+Payload = list[tuple[TensorSpec, Buffer]]
+Role = Literal["input", "grad"]
+#: Gives writable memory of a size.
+Allocate = Callable[[int], memoryview]
+
+
+class Transfer:
+    """Something on its way from the device; its fields are valid once `Device.complete` has returned."""
+
+    #: How long the device worked on the job until here (None: as long as its thread).
+    seconds: float | None = None
+
+    def wait(self) -> None:
+        """Block this thread until it is complete."""
+
+
+class Outgoing(Transfer):
+    """Tensors as bytes for the wire."""
+
+    payload: Payload
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+
+
+@dataclass(frozen=True)
+class KnownNumbers:
+    """Of a device that computes at once."""
+
+    entry: Entry
+    is_finite: bool
+
+    def is_known(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Added(Transfer):
+    """What became of one ticket at the accumulator."""
+
+    def __init__(self, *, marked: bool, numbers: Numbers) -> None:
+        self._marked = marked
+        self._numbers = numbers
+
+    def wait(self) -> None:
+        self._numbers.wait()
+
+    @property
+    def entry(self) -> Entry:
+        return self._numbers.entry
+
+    @property
+    def verdict(self) -> Literal["accumulated", "overflow", "denied"]:
+        if not self._marked:
+            return "denied"
+        return "accumulated" if self._numbers.is_finite else "overflow"
+
+
+class Device(abc.ABC):
+    """Where a stage computes. `receive`, `send` and `add` run in jobs of the compute thread."""
+
+    #: Gives the transport memory to receive into; None where any will do.
+    allocate: Allocate | None = None
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """A job begins."""
+
+    @abc.abstractmethod
+    def receive(self, frame: Frame, role: str) -> Tensors:
+        """The frame's tensors of one role, on the device."""
+
+    @abc.abstractmethod
+    def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
+        """Encode and begin to copy out. Lossy codecs turn NaN into a number, so what is not finite travels raw."""
+
+    @abc.abstractmethod
+    def add(
+        self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
+        entry: Entry | Tensors,
+    ) -> Added:  # fmt: skip
+        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output."""
+
+    @abc.abstractmethod
+    async def complete(self, *transfers: Transfer) -> None:
+        """Return once all are complete, without holding up the event loop."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what `complete` needs."""
+
+
+def entry_of(tokens: float, loss_sum: float) -> Entry:
+    """A loss that is not finite says nothing: its ticket overflows, and counts as 0."""
+    return Entry(int(tokens), loss_sum if abs(loss_sum) < float("inf") else 0.0)
+
+
+def tamed(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, with NaN for numbers that are as good as infinite: a layer might turn those into harmless ones."""
+    if not tensor.is_floating_point() or is_finite(tensor):
+        return tensor
+    return tensor.masked_fill(~(tensor.isfinite() & (tensor.double().abs() <= LARGEST)), float("nan"))
+
+
+class HostDevice(Device):
+    """The CPU."""
+
+    def begin(self) -> None:
+        """Nothing to note."""
+
+    def receive(self, frame: Frame, role: str) -> Tensors:
+        return {
+            spec.name: tamed(decode_tensor(spec, buffer))
+            for spec, buffer in zip(frame.message.tensors, frame.buffers, strict=True)
+            if spec.role == role
+        }
+
+    def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
+        return Outgoing([self._encode(name, tensor, codec, role) for name, tensor in tensors.items()])
+
+    def _encode(self, name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+        if tensor.is_floating_point() and codec != "raw" and not bool(torch.isfinite(tensor).all()):
+            codec = "raw"
+        return encode_tensor(name, tensor, codec, role)
+
+    def add(
+        self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
+        entry: Entry | Tensors,
+    ) -> Added:  # fmt: skip
+        if not isinstance(entry, Entry):
+            entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
+        verdict = accumulator.add(index, entry, list(gradients), loss_scale=loss_scale)
+        return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"))
+
+    async def complete(self, *transfers: Transfer) -> None:
+        """They were complete when they began."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself if it is on the CPU, else a copy there, made beside what the device computes."""
+    if not tensor.is_cuda:
+        return tensor
+    from swarm.stage.cuda import copy_to_host
+
+    return copy_to_host(tensor)
+
+
+def device_of(name: str) -> Device:
+    """The device `cpu` or `cuda:N`; called on the event loop that will use it."""
+    if torch.device(name).type == "cpu":
+        return HostDevice()
+    from swarm.stage.cuda import CudaDevice
+
+    return CudaDevice(torch.device(name))
+
+
+def compute_thread(name: str) -> ThreadExecutor:
+    """The compute thread of the device `cpu` or `cuda:N`."""
+    if torch.device(name).type == "cpu":
+        return ThreadExecutor()
+    from swarm.stage.cuda import Pace
+
+    device = torch.device(name)
+    return ThreadExecutor(prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))

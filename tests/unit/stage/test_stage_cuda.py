@@ -1,0 +1,232 @@
+"""A CUDA device computes later than it is asked: the ledger is right all the same, and bits are those of a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+
+from swarm.base.config import RunConfig
+from swarm.lifecycle.step import Entry
+from swarm.stage.accumulator import Accumulator
+from swarm.stage.device import Added, Device, compute_thread, device_of
+from swarm.stage.digest import checksum_of
+from swarm.stage.executor import Priority
+from swarm.stage.kernels import Summand, add_together, all_within
+from swarm.stage.layout import Layout
+from swarm.stage.optimizer import OptimizerState, adamw
+from swarm.wire.compression import NonFinite, decode_tensor
+from swarm.wire.framing import Frame
+from swarm.wire.messages import Term, Train
+
+torch.set_num_threads(1)
+
+LAYOUT = Layout.of(torch.nn.Linear(3, 2))
+VALID = torch.ones(1, dtype=torch.int32)
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+DEVICES = ["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)]
+
+
+class Later:
+    """Numbers that nobody knows before they were waited for."""
+
+    def __init__(self, entry: Entry, is_finite: bool) -> None:
+        self.entry, self.is_finite, self.waited = entry, is_finite, False
+
+    def is_known(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def added_unseen(accumulator: Accumulator, index: int, value: float, device: str) -> bool:
+    accumulator.ledger.grant(index, accumulator.ledger.term)
+    gradients = [torch.full(shape, value, dtype=torch.bfloat16, device=device) for shape in LAYOUT.shapes]
+    valid = all_within(gradients, 2.0**60, device)
+    numbers = Later(Entry(index, 0.5), bool(valid))
+    return accumulator.add_unseen(index, numbers, valid, gradients, loss_scale=2.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_exactly_once_a_ticket_is_held_before_its_numbers_are_known(device: str) -> None:
+    accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=device)
+    assert added_unseen(accumulator, 3, 1.0, device)
+    assert 3 in accumulator.ledger
+    assert not added_unseen(accumulator, 3, 1.0, device), "a second time it is denied"
+    accumulator.freeze(Term(n=1))
+    assert accumulator.ledger.entries == {3: Entry(3, 0.5)}
+    contribution = accumulator.contribution()
+    assert contribution is not None
+    assert contribution.tolist() == [0.5] * 8, "the loss scale is divided out"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_overflow_that_shows_late_is_ledgered_and_not_added(device: str, bad: float) -> None:
+    accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=device)
+    for index, value in enumerate((1.0, bad, 4.0)):
+        assert added_unseen(accumulator, index, value, device)
+    accumulator.freeze(Term(n=1))
+    assert accumulator.ledger.overflow == {1}
+    assert set(accumulator.ledger.entries) == {0, 2}
+    contribution = accumulator.contribution()
+    assert contribution is not None
+    assert contribution.tolist() == [2.5] * 8
+
+
+def test_a_job_that_fails_halfway_forgets_what_was_unknown() -> None:
+    accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device="cpu")
+    added_unseen(accumulator, 0, 1.0, "cpu")
+    accumulator.ledger.grant(1, accumulator.ledger.term)
+    accumulator.add_unseen(1, Later(Entry(1, 0.0), True), VALID, [torch.ones(2, 3), torch.ones(7)])
+    with pytest.raises(ValueError, match="shape"):
+        accumulator.settle()
+    accumulator.freeze(Term(n=1))
+    assert not accumulator.ledger.entries
+    assert accumulator.contribution() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_sums_have_the_bits_of_one_addition_after_the_other(device: str, dtype: torch.dtype, num: int) -> None:
+    def drawn() -> list[torch.Tensor | None]:
+        return [torch.randn(1237, 5, device=device).to(dtype), None, torch.randn(3, device=device).to(dtype)]
+
+    totals = [torch.randn(shape, device=device) for shape in ((1237, 5), (2,), (3,))]
+    expected = [total.clone() for total in totals]
+    summands = []
+    for position in range(num):
+        gradients, is_good = drawn(), position != 1
+        if is_good:
+            for total, gradient in zip(expected, gradients, strict=True):
+                if gradient is not None:
+                    total += gradient.float() * 0.25
+        else:
+            gradients[2][1] = float("nan")  # type: ignore[index]
+        valid = all_within(gradients, 2.0**60, device)
+        assert bool(valid) == is_good
+        summands.append(Summand(gradients, valid, 0.25))
+    add_together(totals, summands)
+    for total, one in zip(totals, expected, strict=True):
+        assert torch.equal(total, one)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**61])
+def test_one_bad_element_anywhere_is_seen(device: str, bad: float) -> None:
+    for where in (0, 4095, 4096, 9999):
+        gradient = torch.zeros(10_000, device=device)
+        assert bool(all_within([gradient, None], 2.0**60, device))
+        gradient[where] = bad
+        assert not bool(all_within([gradient, None], 2.0**60, device))
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_replicas_identical_a_gpu_ends_on_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
+    config = RunConfig(weight_decay=0.1)
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(100_003, generator=generator, dtype=dtype)
+    ends = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(4)
+        masters = start.to(device)
+        state = OptimizerState.zero(masters)
+        for step in range(20):
+            gradient = torch.randn(start.shape, generator=generator, dtype=dtype) * 10.0 ** (step % 7 - 5)
+            masters, state = adamw(
+                config, masters, gradient.to(device), state, learning_rate=1e-3 * (1 + step % 3), factor=0.37
+            )
+        ends.append([t.cpu() for t in (masters, state.first, state.second)])
+    for here, there in zip(*ends, strict=True):
+        assert torch.equal(here, there)
+
+
+@NEEDS_CUDA
+def test_a_checksum_is_the_same_on_every_device() -> None:
+    tensor = torch.randn(100_001)
+    assert checksum_of([tensor, tensor[:7]]) == checksum_of([tensor.cuda(), tensor[:7].cuda()])
+
+
+# ---------------------------------------------------------------------------------------------------- transfers
+
+
+def on_device(name: str, main: Callable[[Device], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        device = device_of(name)
+        try:
+            async with asyncio.timeout(60):
+                await main(device)
+        finally:
+            device.close()
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("codec", ["raw", "8bit", "bf16", "fp16"])
+def test_what_is_sent_is_received(name: str, codec: str) -> None:
+    async def main(device: Device) -> None:
+        sent = torch.randn(64, 1000, device=name)
+        out = device.send({"x": sent, "mask": sent > 0}, codec, "input")  # type: ignore[arg-type]
+        await device.complete(out)
+        buffers = []
+        for _, buffer in out.payload:
+            own = (device.allocate or bytearray)(memoryview(buffer).nbytes)
+            own[:] = bytes(buffer)
+            buffers.append(own)
+        train = Train.model_construct(tensors=tuple(spec for spec, _ in out.payload))
+        got = device.receive(Frame(train, tuple(buffers)), "input")
+        assert torch.equal(got["mask"], sent > 0)
+        assert float((got["x"] - sent).norm() / sent.norm()) < {"raw": 1e-9, "fp16": 1e-3}.get(codec, 0.02)
+
+    on_device(name, main)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_is_not_finite_travels_raw(name: str) -> None:
+    async def main(device: Device) -> None:
+        sent = torch.randn(5000, device=name)
+        sent[17] = float("nan")
+        out = device.send({"x": sent}, "8bit", "input")
+        await device.complete(out)
+        spec, buffer = out.payload[0]
+        assert spec.codec == "raw"
+        assert torch.isnan(decode_tensor(spec, buffer)[17])
+
+    on_device(name, main)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_value_too_large_for_the_codec_is_refused(name: str) -> None:
+    async def main(device: Device) -> None:
+        with pytest.raises(NonFinite):
+            await device.complete(device.send({"x": torch.full((9,), 1e6, device=name)}, "fp16", "grad"))
+
+    on_device(name, main)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value: float) -> None:
+    async def main(device: Device) -> None:
+        accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=name)
+        accumulator.ledger.grant(0, accumulator.ledger.term)
+        executor = compute_thread(name)
+
+        def job() -> Added:
+            gradients = [torch.full(shape, value, device=name) for shape in LAYOUT.shapes]
+            outputs = {"tokens": torch.tensor(12, device=name), "loss_sum": torch.tensor(value, device=name)}
+            return device.add(accumulator, 0, gradients, loss_scale=1.0, entry=outputs)
+
+        added = (await executor.run(job, Priority.BACKWARD)).value
+        await device.complete(added)
+        executor.close()
+        expected = Entry(12, 1.0) if value == 1.0 else Entry(12, 0.0)
+        assert (added.verdict, added.entry) == ("accumulated" if value == 1.0 else "overflow", expected)
+
+    on_device(name, main)

@@ -284,7 +284,8 @@ def main() -> None:
         "in flight": options.in_flight,
         "devices busy": "part of the time that each stage's device worked on micro-batches, by its own events",
     }  # fmt: skip
-    publish(options.name or f"gpu_pipeline_{options.hidden}", facts=facts, tables={"Throughput": rows}, details={name: vars(each) for name, each in measured.items()}, draw=draw(rows))
+    publish(options.name or f"gpu_pipeline_{options.hidden}", facts=facts, tables={"Throughput": rows},
+            details={name: vars(each) for name, each in measured.items()}, draw=draw(rows))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Lookups:
         rng: draws samples.
         replication: nodes that hold a record.
         alpha: questions at once.
-        slow_s: when an answer is late before round trips are measured.
+        slow_s: when an answer is late, if it is not so earlier by the round trips measured.
     """
 
     def __init__(
@@ -196,9 +196,8 @@ class Lookups:
         return nearest
 
     def _late_s(self, node: Node) -> float:
-        if not self._protocol.known.typical_round_trip_s:
-            return self._slow_s
-        return self._protocol.lost_after_s(node)
+        """However slow the links: asking one more costs little, and an answer that comes late still counts."""
+        return min(self._slow_s, self._protocol.lost_after_s(node))
 
     def _usable(self, teller: Node, nodes: Sequence[Node]) -> list[Node]:
         """Those of `nodes` that can be asked and do not seem dead: others may not have noticed yet."""

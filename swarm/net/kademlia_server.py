@@ -50,7 +50,7 @@ class ServerTiming:
     """How a node keeps its place."""
 
     rpc: RpcTiming = field(default_factory=RpcTiming)
-    #: Seconds of silence after which a crawl goes on without a node, until round trips are measured.
+    #: Most seconds of silence after which a crawl asks another node in the place of one.
     slow_s: float = 0.2
     #: Most seconds between refreshes; a record that nobody renewed for so long is handed on.
     refresh_s: float = 30.0

@@ -84,8 +84,10 @@ class Coordinator:
     def trainers(self) -> dict[Key, float]:
         return self.leasing.trainers
 
-    def demote(self, reason: str) -> None:
+    async def demote(self, reason: str) -> None:
+        """End the reign: whoever waits in it learns of it now."""
         self._reign.demote(reason)
+        await self._reign.notify()
 
     async def on_join(self, message: m.Join) -> m.Ack:
         """A stage peer wants to be listed in the next record, or to leave."""
@@ -196,6 +198,9 @@ class Coordinator:
                 for coverage in coverages:
                     for index, peers in coverage.unconfirmed.items():
                         pool.avoid[index] = pool.avoid.get(index, frozenset()) | peers
+                struck = frozenset(x.peer for x in self._leads.struck())
+                for index in missing:
+                    pool.avoid[index] = pool.avoid.get(index, frozenset()) | struck
                 await self._leads.gather_all(step, freeze=False)
                 pool.free(missing)
                 await reign.notify()

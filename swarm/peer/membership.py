@@ -13,7 +13,7 @@ from swarm.base.errors import LinkError, RemoteError
 from swarm.lifecycle.peer import PEER
 from swarm.peer.announcing import announce, find_coordinators
 from swarm.peer.context import stage_key
-from swarm.peer.link import Link, RefusedBy
+from swarm.peer.link import Link, Refuse, RefusedBy
 from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import download
 from swarm.wire import messages as m
@@ -148,8 +148,15 @@ class Membership:
             except (LinkError, RemoteError):
                 continue
             if info.record is not None:
-                self._member.learn(info.record)
+                self._hear_of(info.record)
                 return
+
+    def _hear_of(self, record: m.CommitRecord) -> None:
+        """Take over `record` if it is news: who was asked may lag behind this peer."""
+        try:
+            self._member.learn(record)
+        except Refuse as refuse:
+            logger.debug("record of step %d not taken over: %s", record.step, refuse)
 
     async def _ask_to_join(self, *, leaving: bool = False) -> bool:
         """True if a coordinator heard it."""
@@ -166,7 +173,7 @@ class Membership:
                 return True
             except RefusedBy as refused:
                 if refused.refusal.record is not None:
-                    self._member.learn(refused.refusal.record)
+                    self._hear_of(refused.refusal.record)
             except (LinkError, RemoteError) as error:
                 logger.debug("join: %s: %s", address, error)
         return False

@@ -158,7 +158,7 @@ class Seat:
                     except (LinkError, RemoteError):
                         continue
                     if info.record is not None and coordinator.record is None:
-                        coordinator.demote(f"a record of step {info.record.step} exists already")
+                        await coordinator.demote(f"a record of step {info.record.step} exists already")
                         return
 
     async def _live_rosters(self) -> list[list[m.Member]]:

@@ -7,6 +7,7 @@ downloads; must not decide when a peer needs state (`membership` does).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
 
 #: Snapshots that one donor keeps pinned at once, until nobody has asked for `PIN_STALLS` times the time of a stall.
 MAX_PINS = 1
@@ -216,5 +219,16 @@ async def download(link: Link, member: StageMember, donors: Sequence[m.Member], 
 
         await together(*(fetch(donor) for donor in sources))
         if incoming.complete:
-            return await incoming.verified()
+            try:
+                return await incoming.verified()
+            except RemoteError as error:
+                reasons.append(f"{', '.join(d.peer[:8] for d in sources)}: {error}")
+        for donor in sources if incoming.complete else []:  # one of them is to blame: each alone
+            incoming = _Incoming(link, member, newest)
+            try:
+                await incoming.fetch_from(donor)
+                return await incoming.verified()
+            except (LinkError, RemoteError) as error:
+                logger.warning("stage %d: no state from %s: %s", member.stage, donor.peer[:8], error)
+                reasons.append(f"{donor.peer[:8]}: {error}")
     raise RemoteError(f"no state for stage {member.stage}: {'; '.join(reasons) or 'nobody to ask'}")

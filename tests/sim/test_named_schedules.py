@@ -150,7 +150,7 @@ def test_an_isolated_peer_that_re_elects_itself_for_an_hour_and_then_heals():
 
     async def main():
         simulation = Simulation(small_config(total_steps=4), seed=26)
-        await simulation.start(peers_per_stage=2, trainers=1)
+        await simulation.start(peers_per_stage=1, trainers=1)
         await committed(simulation, 1)
         trainer = simulation.nodes["trainer0"]
         steps, requests = max(simulation.commits), Log(simulation, lambda call: call.source == trainer.address)

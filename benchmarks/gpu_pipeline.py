@@ -54,6 +54,7 @@ class Case:
     cards: int = 1
     wire: str = "8bit"
     is_stepping: bool = False
+    in_flight: str = "auto"
 
 
 CASES = {
@@ -62,6 +63,7 @@ CASES = {
         Case("plain", "plain"),
         Case("nccl", "nccl", stages=2, cards=2),
         Case("swarm", "swarm", stages=2, cards=2),
+        Case("swarm-6-in-flight", "swarm", stages=2, cards=2, in_flight="6"),
         Case("swarm-16bit", "swarm", stages=2, cards=2, wire="bf16"),
         Case("swarm-optimizer", "swarm", stages=2, cards=2, is_stepping=True),
         Case("swarm-2-on-1", "swarm", stages=2),
@@ -124,7 +126,7 @@ def started(case: Case, options: argparse.Namespace, directory: Path, port: int)
     data.write_text("".join(chr(rng.randrange(32, 127)) for _ in range(2**21)))
     words = [sys.executable, "-m", "launch.local", "--run", str(run), "--data", str(data), "--peers-per-stage", "1",
              "--trainers", "1", "--device", "auto" if case.cards > 1 else "cuda:0", "--port", str(port), "--quiet",
-             "--in-flight", options.in_flight, "--state-dir", str(directory / "state"), "--log-level", "info",
+             "--in-flight", case.in_flight, "--state-dir", str(directory / "state"), "--log-level", "info",
              "--metrics", str(directory / "metrics.jsonl"),
              "--memory-limit", f"{options.memory_gib * case.cards // case.stages}GiB"]  # fmt: skip
     with (directory / "output").open("wb") as output:
@@ -207,7 +209,7 @@ def swarm(case: Case, options: argparse.Namespace, directory: Path) -> Measured:
             if case.is_stepping:
                 return whole_steps(directory, process, options.repetitions)
             return asyncio.run(windows(port, process, options, options.micro_batch * options.sequence))
-    except SystemExit:
+    except SystemExit:  # say why before the logs are gone
         for log in [directory / "output", *sorted((directory / "state" / "logs").glob("*.log"))]:
             print(f"--- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
         raise
@@ -225,6 +227,7 @@ def row_of(case: Case, measured: Measured, medians: dict[str, float]) -> dict[st
     return {
         "case": case.name, "stages": case.stages, "cards": case.cards,
         "wire": case.wire if case.kind == "swarm" else "-", "optimizer": "on" if case.is_stepping else "off",
+        "in flight": case.in_flight if case.kind == "swarm" else "-",
         "tokens/s": rate, "lowest": min(measured.rates), "highest": max(measured.rates), "of NCCL": against("nccl"),
         "of plain": against("plain"), "devices busy": " ".join(f"{part:.2f}" for part in measured.busy) or "-",
     }  # fmt: skip
@@ -253,7 +256,6 @@ def parse() -> argparse.Namespace:
         ("memory-gib", 24, "memory for saved activations per card"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--in-flight", default="auto", help="micro-batches under way; auto finds the knee (default)")
     parser.add_argument("--name", default="", help="of the results (default: gpu_pipeline_HIDDEN)")
     parser.add_argument("--cases", default="plain,nccl,swarm", help=f"of {','.join(CASES)}")
     return parser.parse_args()
@@ -281,7 +283,6 @@ def main() -> None:
         "model": f"Llama blocks, hidden {options.hidden}, ffn {options.ffn}, {options.layers} layers, vocabulary "
                  f"{options.vocab}, sequence {options.sequence}, micro-batch {options.micro_batch}, bf16",
         "timed": f"median of {options.repetitions} times {options.micro_batches} micro-batches, forward and backward",
-        "in flight": options.in_flight,
         "devices busy": "part of the time that each stage's device worked on micro-batches, by its own events",
     }  # fmt: skip
     publish(options.name or f"gpu_pipeline_{options.hidden}", facts=facts, tables={"Throughput": rows},

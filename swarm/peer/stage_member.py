@@ -22,6 +22,7 @@ from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
+from swarm.stage.device import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.optimizer import OptimizerState, adamw
@@ -308,13 +309,16 @@ class StageMember:
     async def advance(self, record: m.CommitRecord, flat: torch.Tensor) -> None:
         """Apply one record to the newest version: the optimizer step, as a job of the compute thread."""
         compute, config = self.compute, self.config
+        if compute.device != "cpu":
+            arrived = flat
+            flat = (await self.background.run(lambda: on_device(arrived, compute.device), Priority.CONTROL)).value
 
         def job() -> None:
             newest = self.versions.newest
             masters, optimizer = newest.masters, self.versions.optimizer
             if not record.skipped:
                 masters, optimizer = adamw(
-                    config, masters, flat.to(compute.device), optimizer, learning_rate=record.learning_rate,
+                    config, masters, flat, optimizer, learning_rate=record.learning_rate,
                     factor=record.clip_coefficient / record.tokens,
                 )  # fmt: skip
             version = make_version(record, compute.layout, masters, compute.dtype)

@@ -7,6 +7,7 @@ downloads; must not decide when a peer needs state (`membership` does).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ class _Pin:
     tensors: dict[str, torch.Tensor]
     manifest: m.StateManifest
     until: float
+    #: Newcomers that it was offered to and that have not let it go; of silent ones `until` makes an end.
+    users: int = 0
 
 
 class StateDonor:
@@ -62,9 +65,19 @@ class StateDonor:
         for head in [h for h, pin in self._pins.items() if pin.until <= now]:
             del self._pins[head]
 
-    async def _on_offer(self, message: m.StateOffer, frame: Frame, progress: Progress) -> m.StateManifest:
+    def _release(self, head: str) -> m.Ack:
+        pin = self._pins.get(head)
+        if pin is not None:
+            pin.users -= 1
+            if pin.users <= 0:
+                del self._pins[head]
+        return m.Ack()
+
+    async def _on_offer(self, message: m.StateOffer, frame: Frame, progress: Progress) -> m.StateManifest | m.Ack:
         member = self._member
         member.require_stage(message.stage)
+        if message.release is not None:
+            return self._release(message.release)
         now = asyncio.get_running_loop().time()
         self._expire(now)
         if not member.up_to_date or member.versions.newest.record.step < message.min_step:
@@ -86,6 +99,7 @@ class StateDonor:
             )  # fmt: skip
             pin = self._pins[state.version.head] = _Pin(_tensors(state), manifest, 0.0)
         pin.until = now + PIN_STALLS * member.config.timing.stall_s
+        pin.users += 1
         return pin.manifest
 
     async def _on_range(self, message: m.StateRange, frame: Frame, progress: Progress) -> Frame:
@@ -205,30 +219,47 @@ async def download(link: Link, member: StageMember, donors: Sequence[m.Member], 
         return manifest if manifest.record.step >= min_step else None
 
     offers = list(zip(donors, await asyncio.gather(*(offer(donor) for donor in donors)), strict=True))
-    given = [manifest for _, manifest in offers if manifest is not None]
-    if given:
-        newest = max(given, key=lambda x: (x.record.era, x.record.step, x.record.head))
+    given = [(donor, manifest) for donor, manifest in offers if manifest is not None]
+    state = await _from_offers(link, member, given, reasons) if given else None
+    await asyncio.gather(*(_let_go(link, member, donor, manifest) for donor, manifest in given))
+    if state is None:
+        raise RemoteError(f"no state for stage {member.stage}: {'; '.join(reasons) or 'nobody to ask'}")
+    return state
+
+
+async def _from_offers(
+    link: Link, member: StageMember, given: list[tuple[m.Member, m.StateManifest]], reasons: list[str]
+) -> StageState | None:
+    """The newest of the offered snapshots, or None; then `reasons` grows by what each donor answered."""
+    newest = max((manifest for _, manifest in given), key=lambda x: (x.record.era, x.record.step, x.record.head))
+    incoming = _Incoming(link, member, newest)
+    sources = [d for d, x in given if (x.record.head, x.entries) == (newest.record.head, newest.entries)]
+
+    async def fetch(donor: m.Member) -> None:
+        try:
+            await incoming.fetch_from(donor)
+        except (LinkError, RemoteError) as error:
+            reasons.append(f"{donor.peer[:8]}: {error}")
+
+    await together(*(fetch(donor) for donor in sources))
+    if incoming.complete:
+        try:
+            return await incoming.verified()
+        except RemoteError as error:
+            reasons.append(f"{', '.join(d.peer[:8] for d in sources)}: {error}")
+    for donor in sources if incoming.complete else []:  # one of them is to blame: each alone
         incoming = _Incoming(link, member, newest)
-        sources = [d for d, x in offers if x is not None and (x.record.head, x.entries) == (newest.record.head, newest.entries)]
+        try:
+            await incoming.fetch_from(donor)
+            return await incoming.verified()
+        except (LinkError, RemoteError) as error:
+            logger.warning("stage %d: no state from %s: %s", member.stage, donor.peer[:8], error)
+            reasons.append(f"{donor.peer[:8]}: {error}")
+    return None
 
-        async def fetch(donor: m.Member) -> None:
-            try:
-                await incoming.fetch_from(donor)
-            except (LinkError, RemoteError) as error:
-                reasons.append(f"{donor.peer[:8]}: {error}")
 
-        await together(*(fetch(donor) for donor in sources))
-        if incoming.complete:
-            try:
-                return await incoming.verified()
-            except RemoteError as error:
-                reasons.append(f"{', '.join(d.peer[:8] for d in sources)}: {error}")
-        for donor in sources if incoming.complete else []:  # one of them is to blame: each alone
-            incoming = _Incoming(link, member, newest)
-            try:
-                await incoming.fetch_from(donor)
-                return await incoming.verified()
-            except (LinkError, RemoteError) as error:
-                logger.warning("stage %d: no state from %s: %s", member.stage, donor.peer[:8], error)
-                reasons.append(f"{donor.peer[:8]}: {error}")
-    raise RemoteError(f"no state for stage {member.stage}: {'; '.join(reasons) or 'nobody to ask'}")
+async def _let_go(link: Link, member: StageMember, donor: m.Member, manifest: m.StateManifest) -> None:
+    """Tell `donor` that its snapshot is not needed any more; else it turns other newcomers away for a while."""
+    release = m.StateOffer(run=link.context.run, stage=member.stage, release=manifest.record.head)
+    with contextlib.suppress(LinkError, RemoteError):
+        await link.ask(donor, release, m.Ack)

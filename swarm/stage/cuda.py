@@ -31,6 +31,7 @@ JOBS_AHEAD = 2
 #: Bodies beyond this size are received into ordinary memory: pinning is for what comes again and again.
 MAX_PINNED_BYTES = 2**26
 _MIN_PINNED_BYTES = 2**14
+_PIECE_ELEMENTS = 2**24
 
 
 class Pace:
@@ -49,12 +50,46 @@ class Pace:
             self._running.popleft().synchronize()
 
 
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, made by this thread on a stream of its own: what is enqueued meanwhile does not wait for it."""
-    stream = torch.cuda.Stream(tensor.device)
-    stream.wait_stream(torch.cuda.default_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        return tensor.cpu()
+def copy_to_host(source: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, while the device goes on; this thread waits."""
+    target = torch.empty(source.shape, dtype=source.dtype)
+    _copy_in_pieces(source, target, source.device)
+    return target
+
+
+def copy_to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device`, while that goes on; this thread waits."""
+    target = torch.empty(source.shape, dtype=source.dtype, device=device)
+    _copy_in_pieces(source, target, device)
+    return target
+
+
+def _copy_in_pieces(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> None:
+    """Through two pinned buffers in turn, on a stream of its own: several times as fast as from ordinary memory."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))  # `source` may be in the making, `target`'s memory in use
+        pieces = list(zip(source.view(-1).split(_PIECE_ELEMENTS), target.view(-1).split(_PIECE_ELEMENTS), strict=True))
+        pinned = [torch.empty(_PIECE_ELEMENTS, dtype=source.dtype, pin_memory=True) for _ in pieces[:2]]
+        copied: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()
+        for number, (origin, goal) in enumerate(pieces):
+            if len(copied) == len(pinned):
+                _finish_piece(*copied.popleft())
+            buffer = pinned[number % 2][: len(origin)]
+            with torch.cuda.stream(stream):
+                if origin.is_cuda:
+                    buffer.copy_(origin, non_blocking=True)
+                else:
+                    goal.copy_(buffer.copy_(origin), non_blocking=True)
+            copied.append((_event_on(stream), buffer, goal))
+        while copied:
+            _finish_piece(*copied.popleft())
+
+
+def _finish_piece(done: torch.cuda.Event, buffer: torch.Tensor, goal: torch.Tensor) -> None:
+    done.synchronize()
+    if not goal.is_cuda:
+        goal.copy_(buffer)
 
 
 def _event_on(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:

@@ -174,6 +174,15 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return copy_to_host(tensor)
 
 
+def on_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A CPU tensor on the device `name`: itself, or a copy made beside what the device computes."""
+    if torch.device(name).type == "cpu":
+        return tensor
+    from swarm.stage.cuda import copy_to_device
+
+    return copy_to_device(tensor, torch.device(name))
+
+
 def device_of(name: str) -> Device:
     """The device `cpu` or `cuda:N`; called on the event loop that will use it."""
     if torch.device(name).type == "cpu":

@@ -580,13 +580,17 @@ class Leased(Message):
 
 
 class StateOffer(Message):
-    """A newcomer asks a member for its state: answered by `StateManifest`, which pins one snapshot for a while."""
+    """A newcomer asks a member for its state: answered by `StateManifest`, which pins one snapshot for a while.
+
+    With `release` it asks for nothing, and lets the snapshot at that head go: answered by `Ack`.
+    """
 
     kind: Literal["state_offer"] = "state_offer"
     run: RunIdField
     stage: StageField
     #: Only a snapshot of this step or newer is of use.
     min_step: Annotated[int, Field(ge=-1)] = -1
+    release: DigestField | None = None
 
 
 class StateManifest(Message):

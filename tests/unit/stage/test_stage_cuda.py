@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 import torch
 
 from swarm.base.config import RunConfig
 from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.device import Added, Device, compute_thread, device_of
+from swarm.stage.device import Added, Device, compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.kernels import Summand, add_together, all_within
@@ -155,7 +156,7 @@ def test_a_checksum_is_the_same_on_every_device() -> None:
 # ---------------------------------------------------------------------------------------------------- transfers
 
 
-def on_device(name: str, main: Callable[[Device], Awaitable[None]]) -> None:
+def with_device(name: str, main: Callable[[Device], Awaitable[None]]) -> None:
     async def bounded() -> None:
         device = device_of(name)
         try:
@@ -184,7 +185,7 @@ def test_what_is_sent_is_received(name: str, codec: str) -> None:
         assert torch.equal(got["mask"], sent > 0)
         assert float((got["x"] - sent).norm() / sent.norm()) < {"raw": 1e-9, "fp16": 1e-3}.get(codec, 0.02)
 
-    on_device(name, main)
+    with_device(name, main)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -198,7 +199,7 @@ def test_what_is_not_finite_travels_raw(name: str) -> None:
         assert spec.codec == "raw"
         assert torch.isnan(decode_tensor(spec, buffer)[17])
 
-    on_device(name, main)
+    with_device(name, main)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -207,7 +208,7 @@ def test_a_value_too_large_for_the_codec_is_refused(name: str) -> None:
         with pytest.raises(NonFinite):
             await device.complete(device.send({"x": torch.full((9,), 1e6, device=name)}, "fp16", "grad"))
 
-    on_device(name, main)
+    with_device(name, main)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -229,4 +230,26 @@ def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value:
         expected = Entry(12, 1.0) if value == 1.0 else Entry(12, 0.0)
         assert (added.verdict, added.entry) == ("accumulated" if value == 1.0 else "overflow", expected)
 
-    on_device(name, main)
+    with_device(name, main)
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("num_elements", [0, 5, 2**24, 3 * 2**24 + 17])
+def test_large_copies_in_pieces_lose_nothing(num_elements: int) -> None:
+    tensor = torch.randn(num_elements)
+    there = on_device(tensor, "cuda:0")
+    assert there.is_cuda
+    assert torch.equal(there.cpu(), tensor)
+    assert torch.equal(on_host(there), tensor)
+
+
+def test_a_root_is_correctly_rounded() -> None:
+    """Otherwise peers with unlike processors end on unlike bits."""
+    for dtype in (torch.float32, torch.float64):
+        squares = torch.arange(1, 50_000, dtype=dtype) / 7
+        state = OptimizerState(torch.zeros_like(squares), squares, 0)
+        config = RunConfig(beta1=0.5, beta2=0.75, weight_decay=0.0, epsilon=1.0)
+        gradient = torch.ones_like(squares)
+        masters, after = adamw(config, torch.zeros_like(squares), gradient, state, learning_rate=1.0)
+        expected = -(after.first.numpy() * 2.0) / (np.sqrt(after.second.numpy()) * 2.0 + 1.0)
+        assert np.array_equal(masters.numpy(), expected)

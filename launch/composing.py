@@ -27,6 +27,7 @@ from swarm.peer.context import PeerContext
 from swarm.peer.joining import fetch_run
 
 IDENTITY_FILE = "identity.json"
+CONTACTS_FILE = "contacts.json"
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -94,7 +95,8 @@ async def compose(
         incarnation=new_incarnation(random.SystemRandom()),
         transport=HttpTransport(host=options.host, sock=tcp, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s,
                                 max_inflight_bytes=max_inflight_bytes),
-        dht=KademliaDht(identity=identity, sock=udp, advertise_host=advertise_host),
+        dht=KademliaDht(identity=identity, sock=udp, advertise_host=advertise_host,
+                        contacts_path=None if options.state_dir is None else options.state_dir / CONTACTS_FILE),
         rng=random.Random(random.SystemRandom().getrandbits(64)),
         role=role,
         advertise_host=advertise_host,

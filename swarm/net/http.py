@@ -318,7 +318,7 @@ class _Upload:
         for chunk in chunks_of(self._parts):
             yield chunk
             self._patience.moved(loop.time(), len(chunk))
-            self._progress.advance()
+            self._progress.moved(len(chunk))
         self._patience.shut(loop.time())
         self.complete = True
 
@@ -374,7 +374,7 @@ class _FrameReader:
             filled += len(chunk)
             if counts:
                 self._patience.moved(self._loop.time(), len(chunk))
-                self._progress.advance()
+                self._progress.moved(len(chunk))
         return buffer
 
 

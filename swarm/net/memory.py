@@ -67,7 +67,7 @@ class _Exchange:
     def moved(self, num_bytes: int) -> None:
         if not self.result.done():
             self.patience.moved(asyncio.get_running_loop().time(), num_bytes)
-            self.progress.advance()
+            self.progress.moved(num_bytes)
 
     def beat(self, counter: int) -> None:
         if counter > self.counter and not self.result.done():

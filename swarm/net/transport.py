@@ -21,12 +21,19 @@ class Progress:
     def __init__(self, remote: str = "") -> None:
         self._own = 0
         self._sources: list[Callable[[], int]] = []
+        #: Bytes that `moved` has counted.
+        self.num_bytes = 0
         #: Host that the request came from, as the transport saw it.
         self.remote = remote
 
     def advance(self, amount: int = 1) -> None:
         """Something moved: a job finished, a downstream heartbeat counted on, bytes arrived."""
         self._own += amount
+
+    def moved(self, num_bytes: int) -> None:
+        """Bytes of a message moved; heartbeats are no movement."""
+        self.num_bytes += num_bytes
+        self.advance()
 
     def follow(self, source: Callable[[], int]) -> None:
         """Count `source()` too (a monotone counter, such as an executor's finished jobs)."""

@@ -46,12 +46,13 @@ class Rounds:
         ledger = state.accumulator.ledger
         if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
             raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
-        progress.follow(lambda: self._member.background.finished)
         try:
             round_ = await self._round(state, message)
-            progress.follow(lambda: round_.num_parts)
+            self._follow(progress, state, round_)
             async with asyncio.timeout(self._member.config.timing.average_s):
-                average = await round_.run(lambda j, part: self._exchange(message, round_.members[j], part, round_.me))
+                average = await round_.run(
+                    lambda j, part: self._exchange(message, round_.members[j], part, round_.me, state.exchanged)
+                )
         except RoundFailed as failure:
             self._leave_round(state, message.term)
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
@@ -64,6 +65,12 @@ class Rounds:
         state.average = average
         ledger.move("hold")
         return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares)
+
+    def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
+        """A round advances with slices, sums and bytes; not with heartbeats, or members would keep each other waiting."""
+        progress.follow(lambda: round_.num_parts)
+        progress.follow(lambda: self._member.background.finished)
+        progress.follow(lambda: state.exchanged.num_bytes)
 
     def _leave_round(self, state: StepState, term: m.Term) -> None:
         ledger = state.accumulator.ledger
@@ -96,7 +103,7 @@ class Rounds:
         return (await self._member.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
-        self, message: m.Reduce, target: m.Member, part: torch.Tensor | None, me: int
+        self, message: m.Reduce, target: m.Member, part: torch.Tensor | None, me: int, exchanged: Progress
     ) -> torch.Tensor:
         request = m.Slice(
             run=message.run, stage=self._member.stage, step=message.step, term=message.term, member=self._member.me, index=me
@@ -106,7 +113,9 @@ class Rounds:
             spec, buffer = encode_tensor("slice", part, "raw", "state")
             request, buffers = request.model_copy(update={"tensors": (spec,)}), (buffer,)
         timing = self._member.config.timing
-        _, frame = await self._link.ask(target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.average_s)
+        _, frame = await self._link.ask(
+            target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
+        )
         reduced = decode_tensor(frame.message.tensors[0], frame.buffers[0])
         if not is_finite(reduced):
             logger.error("step %d: a reduced slice from %s is not finite", message.step, target.peer[:8])
@@ -140,7 +149,7 @@ class Rounds:
                 logger.error("step %d: a slice from %s is not finite", message.step, message.member.peer[:8])
                 round_.fail(RoundFailed("a slice is not finite", [message.member]))
                 raise Refuse("non_finite", "the slice holds NaN or Inf, or numbers as good as infinite")
-        progress.follow(lambda: round_.num_parts)
+        self._follow(progress, state, round_)
         try:
             reduced = await round_.reduce(index, part)
         except RoundFailed as failure:

@@ -209,7 +209,7 @@ class StageLeader:
         )
         try:
             timing = self._link.context.config.timing
-            reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.average_s, progress=progress)
+            reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.stall_s, progress=progress)
         except (LinkError, RemoteError) as error:
             return error
         return reply

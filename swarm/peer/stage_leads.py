@@ -144,7 +144,7 @@ class StageLeads:
             run=self._reign.context.run, stage=stage, step=step, term=m.Term(ballot=self._reign.ballot, n=lead.n), seals=seals
         )
         try:
-            reply, _ = await self._reign.link.ask(leader, request, m.Averaged, stall_s=2 * self._reign.timing.average_s)
+            reply, _ = await self._reign.link.ask(leader, request, m.Averaged, stall_s=self._reign.timing.stall_s)
         except RefusedBy as refused:
             self._reign.heed(refused)
             logger.info("step %d, stage %d: no average: %s", step, stage, refused)

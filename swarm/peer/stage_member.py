@@ -47,6 +47,8 @@ class StepState:
     round: Round | None = None
     average: Average | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Counts the bytes of slices that this member sends and gets back.
+    exchanged: Progress = field(default_factory=Progress)
 
 
 async def _nothing_to_restore(record: m.CommitRecord) -> StageState | None:

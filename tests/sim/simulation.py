@@ -494,6 +494,9 @@ class Simulation:
         except TimeoutError:
             raise AssertionError(f"not finished within {within_s} s; {self.describe()}") from None
         await asyncio.sleep(2.0)  # the last record reaches everyone
+        async with asyncio.timeout(60.0):  # and a peer of each stage holds what it made (some may hang still)
+            while not all(self._holders(stage) for stage in range(self.config.num_stages)):  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
         for node in self.nodes.values():
             if node.running is not None and node.running.done():
                 node.running.result()
@@ -532,15 +535,16 @@ class Simulation:
         for node in self.nodes.values():
             await node.peer.close()
 
+    def _holders(self, stage: int) -> list[StagePeer]:
+        """Peers of a stage that hold the state after the last step."""
+        peers = [peer for peer in self.stage_peers(stage) if peer.member.up_to_date]
+        return [peer for peer in peers if peer.member.versions.newest.num_commits == self.config.total_steps]
+
     def parameters(self) -> torch.Tensor:
         """The whole parameter vector, from the first up-to-date peer of each stage."""
         parts = []
         for stage in range(self.config.num_stages):
-            peer = next(
-                p for p in self.stage_peers(stage)
-                if p.member.up_to_date and p.member.versions.newest.num_commits == self.config.total_steps
-            )  # fmt: skip
-            parts.append(peer.member.versions.newest.masters)
+            parts.append(self._holders(stage)[0].member.versions.newest.masters)
         return torch.cat(parts)
 
     def records(self) -> list[float]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
@@ -118,22 +119,22 @@ class Coordinator:
         Raises:
             Demoted: a higher ballot was accepted somewhere, or another lineage goes on.
         """
-        surveying = self._tasks.start(self._lineage.survey_loop(lambda: self._joiners), "survey")
-        try:
-            if self._reign.record is None:
-                await self._begin()
-            if len(prepared) == self._config.num_stages:
-                logger.info("step %d: deciding on the prepared attempts found", self._reign.newest.step + 1)
-                await self._commit([prepared[stage] for stage in range(self._config.num_stages)], reopened=0)
-            self.leasing.open_pools()
-            await self._recover()
-            while self._reign.newest.step + 1 < self._config.total_steps:
-                await self._end_step_or_set_back()
-        finally:
-            surveying.cancel()
+        if self._reign.record is None:
+            await self._begin()
+        if len(prepared) == self._config.num_stages:
+            logger.info("step %d: deciding on the prepared attempts found", self._reign.newest.step + 1)
+            await self._commit([prepared[stage] for stage in range(self._config.num_stages)], reopened=0)
+        self.leasing.open_pools()
+        await self._or_set_back(self._recover())
+        while self._reign.newest.step + 1 < self._config.total_steps:
+            await self._or_set_back(self._end_step(self._reign.newest.step + 1))
         self.leasing.finished = True
         self._reign.waiting_for = "nothing: the run is finished"
         await self._reign.notify()
+
+    async def survey(self) -> None:
+        """For the whole reign, also once the run is finished: who was cut off meanwhile still waits for its last record."""
+        await self._lineage.survey_loop(lambda: self._joiners)
 
     async def _begin(self) -> None:
         """Wait until every stage has enough peers and nobody new has come for a while, then write the first record."""
@@ -163,9 +164,10 @@ class Coordinator:
                     pool.done(index)
         await self._reign.notify()
 
-    async def _end_step_or_set_back(self) -> None:
+    async def _or_set_back(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` with the stages; what they lost or what a rival holds is settled, and the run goes on from there."""
         try:
-            await self._end_step(self._reign.newest.step + 1)
+            await work
         except StageLost as lost:
             logger.error("%s", lost)
             record = await self._lineage.set_back()

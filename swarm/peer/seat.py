@@ -136,7 +136,10 @@ class Seat:
         self.coordinator = coordinator
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
-        helpers = [self._tasks.start(self._announce_loop(ballot), "announce coordinator")]
+        helpers = [
+            self._tasks.start(self._announce_loop(ballot), "announce coordinator"),
+            self._tasks.start(coordinator.survey(), "survey"),
+        ]
         if record is None:
             helpers.append(self._tasks.start(self._doubt(coordinator), "look for a record"))
         try:

@@ -60,7 +60,9 @@ class StageLeads:
             leader = self.leader(stage)
             try:
                 if leader is not None:
-                    await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+                    reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+                    if reply.step <= self._reign.newest.step:
+                        await self._tell_record(leader)
             except (LinkError, RemoteError) as error:
                 logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
                 self._strike(stage, leader)
@@ -92,6 +94,7 @@ class StageLeads:
         lead = self._leads[stage]
         backoff = 0.1
         lost_since: float | None = None
+        told: set[Key] = set()
         while True:
             self._reign.check()
             leader = self.leader(stage)
@@ -119,6 +122,10 @@ class StageLeads:
                 self._reign.heed(refused)
                 if refused.code == "wrong_state":
                     continue  # a higher n was used; the next try has another
+                if refused.code == "behind" and leader.key not in told and await self._tell_record(leader):
+                    told.add(leader.key)
+                    continue
+                logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], refused)
                 self._strike(stage, leader)
                 await asyncio.sleep(backoff)
             except (LinkError, RemoteError) as error:
@@ -128,6 +135,14 @@ class StageLeads:
                 lead.struck |= {x.key: x for x in reply.struck}
                 self._reign.lost.discard(stage)
                 return reply.seals
+
+    async def _tell_record(self, leader: m.Member) -> bool:
+        """A leader that missed the newest record hears it here: as its stage's only holder it has nobody to hear it from."""
+        try:
+            await self._reign.link.ask(leader, m.Commit(record=self._reign.newest), m.Ack)
+        except (LinkError, RemoteError):
+            return False
+        return True
 
     async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
         replies = await together(

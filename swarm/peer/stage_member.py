@@ -87,7 +87,8 @@ class StageMember:
         self.promised: Ballot = ZERO_BALLOT
         self.coordinator: m.Member | None = None
         self.committed = asyncio.Condition()
-        self.state_digest = ""
+        #: A head, and the digest of the state at it.
+        self._digest = ("", "")
         #: Steps that have not committed, and the average of the one that did last.
         self.steps: dict[int, StepState] = {}
         self.last_average: tuple[int, Average] | None = None
@@ -182,7 +183,8 @@ class StageMember:
             else:
                 state.accumulator.settle()
                 ledger.collect(message.term, freeze=False)
-            return ledger.seal(self.me, self.versions.newest.head, self.state_digest)
+            head = self.versions.newest.head
+            return ledger.seal(self.me, head, self._digest_at(head))
 
         seal = (await self.executor.run(job, Priority.CONTROL)).value
         state.leader = message.leader
@@ -327,7 +329,6 @@ class StageMember:
             self.versions.add(version, optimizer)
 
         await self.executor.run(job, Priority.CONTROL)
-        self.state_digest = ""
         self._tasks.start(self.refresh_digest(), "digest of the state")
 
     async def refresh_digest(self) -> None:
@@ -337,7 +338,17 @@ class StageMember:
             lambda: checksum_of([version.masters, optimizer.first, optimizer.second]), Priority.CONTROL
         )
         if self.versions.newest is version:
-            self.state_digest = outcome.value
+            self._digest = (version.head, outcome.value)
+
+    @property
+    def state_digest(self) -> str:
+        """Of the newest version; empty until it is computed."""
+        return self._digest_at(self.versions.newest.head)
+
+    def _digest_at(self, head: str) -> str:
+        # A seal is written by the compute thread, right after a commit perhaps: it must not carry an older state's digest.
+        known, digest = self._digest
+        return digest if known == head else ""
 
     # ------------------------------------------------------------------------------------------------ coordinator
 

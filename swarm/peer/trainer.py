@@ -53,7 +53,7 @@ class Trainer:
         self._info = RunInfoServer(self.link, record=lambda: self.record, status=self._status)
         self._wiring = Wiring(self.config.num_stages, context.rng, max_ban_s=self.config.timing.record_ttl_s)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
-        start = min(highest, in_flight or 2 * self.config.num_stages)
+        start = min(highest, in_flight or 3 * self.config.num_stages)
         self._control = InFlightControl(start, highest=highest)
         self._fixed = in_flight
         self.record: m.CommitRecord | None = None

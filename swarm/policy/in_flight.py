@@ -9,19 +9,22 @@ from dataclasses import dataclass
 class InFlightControl:
     """Hill climbing on samples per second over windows of completed micro-batches.
 
-    Each window compares the rate with the one before: a step that gained at least `gain` is repeated, one that did not
-    is taken back. Bounded by `lowest..highest`.
+    Each window compares the rate with the one before: a step up that gained at least `gain` is repeated, one that did
+    not is taken back. Steps down go on while the rate is about that at their beginning, so that small losses do not add
+    up. Bounded by `lowest..highest`.
     """
 
     limit: int
     lowest: int = 1
     highest: int = 1024
-    gain: float = 0.03
-    window: int = 16
+    gain: float = 0.02
+    window: int = 32
     _count: int = 0
     _start: float | None = None
     _last_rate: float | None = None
     _direction: int = 1
+    #: Rate at which steps down began.
+    _top: float = 0.0
     reason: str = "start"
 
     def completed(self, now: float) -> int:
@@ -38,11 +41,11 @@ class InFlightControl:
         elif rate >= self._last_rate * (1 + self.gain):
             self.reason = f"{rate:.3g}/s is more than {self._last_rate:.3g}/s: on"
         elif self._direction > 0:
-            self._direction = -1
+            self._direction, self._top = -1, max(rate, self._last_rate)
             self.reason = f"{rate:.3g}/s is no gain on {self._last_rate:.3g}/s: back"
-        elif rate <= self._last_rate * (1 - self.gain):
+        elif rate <= self._top * (1 - self.gain / 2):
             self._direction = 1
-            self.reason = f"{rate:.3g}/s is less than {self._last_rate:.3g}/s: up again"
+            self.reason = f"{rate:.3g}/s is less than {self._top:.3g}/s: up again"
         else:
             self.reason = f"{rate:.3g}/s is as good with fewer: down"
         step = max(1, self.limit // 8)

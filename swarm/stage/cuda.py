@@ -22,15 +22,16 @@ from swarm.stage.device import Added, Device, Outgoing, Role, Transfer, entry_of
 from swarm.stage.executor import Priority, ThreadExecutor
 from swarm.stage.kernels import all_within
 from swarm.stage.module import Tensors
-from swarm.wire.compression import code_tensor, decode_coded, encode_tensor, require_finite
+from swarm.wire.compression import code_tensor, decode_coded, decode_tensor, encode_tensor, require_finite
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
 
 #: Jobs whose kernels may be waiting at the device while the compute thread goes on with the next.
 JOBS_AHEAD = 2
 #: Bodies beyond this size are received into ordinary memory: pinning is for what comes again and again.
-MAX_PINNED_BYTES = 2**26
+MAX_PINNED_BYTES = 2**28
 _MIN_PINNED_BYTES = 2**14
+#: Elements of a whole stage's sum or update that are copied at a time.
 _PIECE_ELEMENTS = 2**24
 
 
@@ -135,6 +136,8 @@ class CudaDevice(Device):
         }
 
     def _upload(self, spec: TensorSpec, buffer: Buffer) -> torch.Tensor:
+        if spec.num_elements == 0:
+            return decode_tensor(spec, buffer, self._device)
         source = torch.from_numpy(np.frombuffer(_writable(buffer), np.uint8))
         with torch.cuda.stream(self._uploads):
             coded = source.to(self._device, non_blocking=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 #: 64-bit lanes that the checksum folds a tensor into.
 _LANES = 4096
+_PIECE_BYTES = 2**26
+_HASHING_THREADS = 4
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -17,12 +20,25 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """64 hex digits over the bytes of `tensors`, in order; other devices are copied to the CPU first."""
-    state = hashlib.sha256()
-    for tensor in tensors:
-        if tensor.numel():
-            state.update(_bytes(tensor).data)
-    return state.hexdigest()
+    """64 hex digits over the bytes of `tensors`, in order; other devices are copied to the CPU first.
+
+    SHA-256 over the SHA-256 of each piece of `_PIECE_BYTES`, so that large tensors are hashed by several threads.
+    """
+    pieces = [
+        data[start : start + _PIECE_BYTES]
+        for data in (_bytes(tensor) for tensor in tensors)
+        for start in range(0, data.size, _PIECE_BYTES)
+    ]
+    if len(pieces) > 1:
+        with ThreadPoolExecutor(min(_HASHING_THREADS, len(pieces)), "digest") as pool:
+            digests = list(pool.map(_sha256, pieces))
+    else:
+        digests = [_sha256(piece) for piece in pieces]
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _sha256(data: np.ndarray) -> bytes:
+    return hashlib.sha256(data.data).digest()
 
 
 def checksum_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -310,3 +310,30 @@ def test_a_host_that_is_none_is_unreachable(host: str) -> None:
             await client.close()
 
     asyncio.run(main())
+
+
+def test_bodies_land_in_the_memory_that_the_peer_gives() -> None:
+    """A GPU copies from pinned memory in the background: what comes in must be there without another copy."""
+    given: list[memoryview] = []
+
+    def allocate(num_bytes: int) -> memoryview:
+        given.append(memoryview(bytearray(num_bytes)))
+        return given[-1]
+
+    async def main() -> None:
+        async def handle(frame: Frame, progress: Progress) -> Frame:
+            assert memoryview(frame.buffers[0]).obj is given[-1].obj
+            return frame
+
+        server = HttpTransport()
+        server.allocate = allocate
+        await server.start(handle)
+        request = Frame(StateChunk(total=8, tensors=(TensorSpec(name="x", dtype="uint8", shape=(8,)),)), (b"12345678",))
+        try:
+            reply = await server.call(server.address, request, stall_s=2)
+            assert bytes(reply.buffers[0]) == b"12345678"
+            assert memoryview(reply.buffers[0]).obj is given[-1].obj
+        finally:
+            await server.close()
+
+    asyncio.run(main())

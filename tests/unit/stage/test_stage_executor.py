@@ -359,3 +359,29 @@ def test_closing_an_inline_executor_leaves_nobody_waiting(hung: bool) -> None:
         assert done, "the waiter of the running job waits for ever"
 
     in_virtual_time(main)
+
+
+def test_the_next_job_waits_for_after_job_and_the_jobs_waiter_does_not() -> None:
+    """A compute thread that is too far ahead of its device is held there; what it has done is told meanwhile."""
+
+    async def main() -> None:
+        happened: list[str] = []
+        gate = threading.Event()
+
+        def after_job() -> None:
+            assert gate.wait(WITHIN_S)
+            happened.append("after")
+
+        executor = ThreadExecutor(prepare=lambda: happened.append("prepared"), after_job=after_job)
+        async with asyncio.timeout(WITHIN_S):
+            await executor.run(lambda: happened.append("first"), FORWARD)
+            second = asyncio.ensure_future(executor.run(lambda: happened.append("second"), FORWARD))
+            await asyncio.sleep(0)
+            assert happened == ["prepared", "first"]
+            gate.set()
+            await second
+        executor.close()
+        executor._thread.join(WITHIN_S)
+        assert happened == ["prepared", "first", "after", "second", "after"]
+
+    asyncio.run(main())

@@ -494,12 +494,13 @@ class Simulation:
         except TimeoutError:
             raise AssertionError(f"not finished within {within_s} s; {self.describe()}") from None
         await asyncio.sleep(2.0)  # the last record reaches everyone
-        async with asyncio.timeout(60.0):  # and a peer of each stage holds what it made (some may hang still)
-            while not all(self._holders(stage) for stage in range(self.config.num_stages)):  # noqa: ASYNC110
-                await asyncio.sleep(0.5)
         for node in self.nodes.values():
             if node.running is not None and node.running.done():
                 node.running.result()
+        until = asyncio.get_running_loop().time() + 60.0  # a peer of each stage holds what it made: some may hang still
+        while not all(self._holders(stage) for stage in range(self.config.num_stages)):
+            assert asyncio.get_running_loop().time() < until, f"a stage has no holder of the last step; {self.describe()}"
+            await asyncio.sleep(0.5)
 
     def _all_done(self) -> bool:
         """Every trainer ended, and a trainer that ended saw the last step; a failed peer ends the wait too."""

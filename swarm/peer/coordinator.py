@@ -241,7 +241,7 @@ class Coordinator:
         if self._config.min_peers_per_stage == 1:
             return True
         for stage, result in enumerate(results):
-            members = [x for x in self._leads.members(stage) if x.ready]
+            members = self._leads.members(stage)
             need = max(self._config.min_peers_per_stage, len(members) // 2 + 1)
             if len(result.holders) < need:
                 self._reign.waiting_for = f"{need} peers of stage {stage} ({len(result.holders)} are here)"
@@ -275,17 +275,14 @@ class Coordinator:
         for key, joiner in list(self._joiners.items()):
             if joiner.stage != stage or key in self._leaving:
                 continue
-            if now - joiner.seen > self._timing.record_ttl_s:
+            if now - joiner.seen > self._timing.record_ttl_s or key in present:
                 del self._joiners[key]
-            elif key in present:
-                # It takes part in averages already; once it says that it holds the state it is ready.
-                if joiner.member.ready:
-                    staying = [joiner.member if x.key == key else x for x in staying]
-                    del self._joiners[key]
             elif not self._leads.is_struck(stage, key):
+                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
                 ready = joiner.member.ready and joiner.head == record.head
                 staying.append(joiner.member.model_copy(update={"ready": ready}))
-                del self._joiners[key]
+                if ready:
+                    del self._joiners[key]
         return tuple(staying)
 
     async def _publish(self, record: m.CommitRecord, others: Iterable[m.Member]) -> None:

@@ -159,9 +159,8 @@ class Rounds:
 
     async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
-        held = [(s, x.average) for s, x in self._member.steps.items() if x.average is not None]
-        if self._member.last_average is not None:
-            held.append(self._member.last_average)
+        held = [(step, state.average) for step, state in self._member.steps.items() if state.average is not None]
+        held += self._member.last_averages
         for step, average in held:
             if step == message.step and average is not None and average.digest == message.digest:
                 part = average.flat[message.offset : message.offset + message.length]

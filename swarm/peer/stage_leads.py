@@ -71,13 +71,14 @@ class StageLeads:
         await together(*(one(stage) for stage in range(self._reign.config.num_stages)))
 
     def members(self, stage: int) -> list[m.Member]:
-        return list(self._reign.newest.members[stage])
+        """Those that take part in the step: the newest record's ready members. Nobody waits for one that downloads."""
+        return [x for x in self._reign.newest.members[stage] if x.ready]
 
     def leader(self, stage: int) -> m.Member | None:
         """The stage's leader: the first ready member that is not struck, unless another was told to lead."""
         lead = self._leads[stage]
         if lead.leader is None or lead.leader.key in lead.struck:
-            lead.leader = next((x for x in self.members(stage) if x.ready and x.key not in lead.struck), None)
+            lead.leader = next((x for x in self.members(stage) if x.key not in lead.struck), None)
         return lead.leader
 
     def _strike(self, stage: int, member: m.Member | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 #: Elements of an average or a state that one request moves.
 CHUNK_ELEMENTS = 2**22
+#: Averages of committed steps that a peer keeps: a newcomer that downloads may be a step behind.
+KEPT_AVERAGES = 2
 #: Averages that wait for a joiner's snapshot; beyond it the download starts again.
 MAX_QUEUED_AVERAGES = 64
 
@@ -89,9 +92,9 @@ class StageMember:
         self.committed = asyncio.Condition()
         #: A head, and the digest of the state at it.
         self._digest = ("", "")
-        #: Steps that have not committed, and the average of the one that did last.
+        #: Steps that have not committed, and the averages of the last ones that did, for those that copy them.
         self.steps: dict[int, StepState] = {}
-        self.last_average: tuple[int, Average] | None = None
+        self.last_averages: deque[tuple[int, Average]] = deque(maxlen=KEPT_AVERAGES)
         #: Copies an average from one of its holders; see `rounds.py`.
         self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
         self.commit_lock = asyncio.Lock()
@@ -273,14 +276,14 @@ class StageMember:
             record.step, record.era, known.step, known.era, known.step - record.step,
         )  # fmt: skip
         self.steps.clear()
-        self.last_average = None
+        self.last_averages.clear()
 
     async def _apply(self, record: m.CommitRecord) -> None:
         average = await self._average_of(record)
         if average is None:
             return
         await self.advance(record, average.flat)
-        self.last_average = (record.step, average)
+        self.last_averages.append((record.step, average))
 
     async def _average_of(self, record: m.CommitRecord) -> Average | None:
         """The average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""
@@ -308,7 +311,7 @@ class StageMember:
             self.queued.clear()  # a gap: the snapshot must be newer than this record
             return
         self.queued.append((record, average.flat))
-        self.last_average = (record.step, average)
+        self.last_averages.append((record.step, average))
 
     async def advance(self, record: m.CommitRecord, flat: torch.Tensor) -> None:
         """Apply one record to the newest version: the optimizer step, as a job of the compute thread."""

@@ -60,13 +60,24 @@ class Ledger:
         self.entries: dict[int, Entry] = {}
         self.overflow: set[int] = set()
         self._claims: dict[int, tuple[int, str, int]] = {}
+        #: Revocations so far, and for each ticket the number of its last one.
+        self.num_revocations = 0
+        self._revoked: dict[int, int] = {}
 
     def __contains__(self, index: int) -> bool:
         return index in self.entries or index in self.overflow
 
-    def grant(self, index: int, term: Term) -> None:
-        """Note the leader's permission; it counts only while `term` is the ledger's."""
-        self._claims[index] = term.order
+    def grant(self, index: int, term: Term, *, asked_at: int | None = None) -> None:
+        """Note the leader's permission; it counts only while `term` is the ledger's.
+
+        Args:
+            index: the ticket.
+            term: the leader's.
+            asked_at: `num_revocations` when the claim was asked for. A reply that was overtaken by the claim's revocation
+                grants nothing: the leader has given the ticket to another since.
+        """
+        if asked_at is None or self._revoked.get(index, 0) <= asked_at:
+            self._claims[index] = term.order
 
     def may_add(self, index: int) -> bool:
         return self.state == "open" and index not in self and self._claims.get(index) == self.term.order
@@ -91,6 +102,8 @@ class Ledger:
 
     def revoke(self, index: int) -> bool:
         """Void an unused claim; True if the ticket is already held, so that the claim stays. An overflow is no holding."""
+        self.num_revocations += 1
+        self._revoked[index] = self.num_revocations
         self._claims.pop(index, None)
         return index in self.entries
 

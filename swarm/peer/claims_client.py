@@ -55,7 +55,8 @@ class ClaimsClient:
             run=self._link.context.run, stage=self._member.stage, step=step, term=ledger.term,
             member=self._member.me, indexes=tuple(indexes),
         )  # fmt: skip
+        asked_at = ledger.num_revocations
         reply, _ = await self._link.ask(leader, request, m.Claimed)
         for index in reply.granted:
-            ledger.grant(index, reply.term)
+            ledger.grant(index, reply.term, asked_at=asked_at)
         return set(reply.granted), reply.reason

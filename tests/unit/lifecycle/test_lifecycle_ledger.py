@@ -201,3 +201,16 @@ def test_a_ticket_is_inside_at_most_once_whatever_happens(operations: list[tuple
         assert not set(ledger.entries) & ledger.overflow
         assert set(ledger.entries) == {i for i, kind in inside.items() if kind == "add"}
         assert ledger.overflow == {i for i, kind in inside.items() if kind == "overflow"}
+
+
+def test_a_grant_that_its_revocation_overtook_is_void() -> None:
+    """The leader gave the ticket to another member after this one said that it does not hold it."""
+    ledger = Ledger(0)
+    asked_at = ledger.num_revocations
+    assert not ledger.revoke(3)
+    ledger.grant(3, Term(), asked_at=asked_at)
+    assert not ledger.may_add(3)
+    ledger.grant(4, Term(), asked_at=asked_at)
+    assert ledger.may_add(4), "only the revoked ticket's claim is void"
+    ledger.grant(3, Term(), asked_at=ledger.num_revocations)
+    assert ledger.may_add(3), "a claim that was asked for again counts"

@@ -16,7 +16,7 @@ from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Member, Route, Train, Trained
 
 #: Refusals that another candidate would repeat: about the ticket or the version, or from further downstream.
-PASSED_ON = frozenset({"no_candidate", "ahead", "stale", "wrong_run", "bad_request"})
+PASSED_ON = frozenset({"no_candidate", "failed_everywhere", "ahead", "stale", "wrong_run", "bad_request"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,12 @@ async def call_stage(
     """Ask the candidates of `route[0]`, which serve `stage`, in order.
 
     Raises:
-        Refuse: `no_candidate`, with every candidate's reason.
+        Refuse: `no_candidate`, or `failed_everywhere` if each one computed and failed; with every candidate's reason.
         RefusedBy: with a code in `PASSED_ON`.
     """
     loop = asyncio.get_running_loop()
     failed: list[tuple[Member, str, float]] = []
+    num_computed = 0
     for position, candidate in enumerate(route[0]):
         others = route[0][:position] + route[0][position + 1 :]
         request = make_request(((candidate, *others), *route[1:]))
@@ -60,9 +61,11 @@ async def call_stage(
         except RefusedBy as refused:
             if refused.code in PASSED_ON:
                 raise
+            num_computed += refused.code == "failed"
             failed.append((candidate, f"{refused.code}: {refused.reason}"[:300], 0.0))
         except (LinkError, RemoteError) as error:
             waited = loop.time() - began if isinstance(error, Stalled) else 0.0
             failed.append((candidate, f"{type(error).__name__}: {error}"[:300], waited))
     reasons = "; ".join(f"{member.peer[:8]} {reason}" for member, reason, _ in failed) or "the route names nobody"
-    raise Refuse("no_candidate", f"stage {stage}: {reasons}"[:1900], stage=stage)
+    code = "failed_everywhere" if failed and num_computed == len(failed) else "no_candidate"
+    raise Refuse(code, f"stage {stage}: {reasons}"[:1900], stage=stage)

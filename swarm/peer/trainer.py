@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.base.errors import LinkError, RemoteError, RemoteRefused, SwarmError
 from swarm.base.ids import Ticket
 from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
@@ -26,6 +26,14 @@ from swarm.wire import messages as m
 from swarm.wire.framing import Buffer
 
 logger = logging.getLogger(__name__)
+
+
+#: A ticket that every peer of a stage failed to compute this often will not succeed.
+MAX_FAILURES = 8
+
+
+class TicketFailed(SwarmError):
+    """A ticket cannot be computed by anyone: model or data are at fault, and the run would never end."""
 
 
 class Trainer:
@@ -255,6 +263,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         downstream: dict[int, str] = {}
         backoff = 0.1
+        num_failed = 0
         give_up_at = loop.time() + self.config.timing.stage_lost_s
         while True:
             try:
@@ -267,12 +276,15 @@ class Trainer:
                     downstream.clear()
                     continue
                 return all(hop.accumulated for hop in trained.hops)
-            except RefusedBy as refused:
+            except RemoteRefused as refused:
                 if refused.code in ("ahead", "stale"):
                     return True  # over already: the next lease tells
-                reason = str(refused)
+                reason = refused.reason
+                num_failed += refused.code == "failed_everywhere"
             except RemoteError as error:
                 reason = str(error)
+            if num_failed == MAX_FAILURES:
+                raise TicketFailed(f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?")
             self._retries += 1
             if loop.time() > give_up_at:
                 raise Refuse("no_candidate", reason)
@@ -317,6 +329,8 @@ class Trainer:
         try:
             result = await call_stage(self.link, route, request, buffers, stage=0, progress=progress)
         except Refuse as refused:  # every candidate of stage 0 failed
+            if refused.code == "failed_everywhere":
+                raise
             for candidate in route[0]:
                 self._wiring.failed(0, candidate.peer, now=loop.time(), waited_s=0.0, num_samples=num_samples)
             raise RemoteError(str(refused)) from None

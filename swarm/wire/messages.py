@@ -225,6 +225,7 @@ REFUSAL_CODES = {
     "ahead": "this peer is past the version that the request names",
     "stale": "the step is sealed or committed; nothing was accumulated",
     "no_candidate": "no candidate of the named stage could take the micro-batch",
+    "failed_everywhere": "the computation failed on every candidate of the named stage: model or data are at fault",
     "failed": "the computation failed on this peer",
     "non_finite": "a tensor of the request holds NaN or Inf",
     "unknown": "this peer does not know what is asked for",

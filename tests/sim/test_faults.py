@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from simulation import Simulation, check, small_config
+from simulation import Simulation, SmallFeed, check, small_config
 
 from swarm.base.virtual_time import run_virtual
+from swarm.peer.trainer import TicketFailed
 
 
 async def after_steps(simulation, steps, *, within_s=120.0):
@@ -156,5 +157,26 @@ def test_a_peer_that_leaves_contributes_first():
         check(simulation)
         assert all(record.reopened == 0 for record in simulation.commits.values()), "a ticket was computed twice"
         await simulation.close()
+
+    run_virtual(main())
+
+
+def test_data_that_no_peer_can_compute_end_the_trainer_with_a_reason():
+    """Promise 4: nobody tries for ever what fails everywhere."""
+    config = small_config(total_steps=2)
+
+    class Misfit(SmallFeed):
+        def batch(self, ticket):
+            batch = super().batch(ticket)
+            batch.inputs["unknown"] = batch.inputs.pop("x")
+            return batch
+
+    async def main():
+        simulation = Simulation(config, seed=10, feed=Misfit(config))
+        await simulation.start(peers_per_stage=2, trainers=1)
+        with pytest.raises(TicketFailed, match="fails on every peer of stage 0"):
+            async with asyncio.timeout(120):
+                await simulation.nodes["trainer0"].running
+        await simulation.abandon()
 
     run_virtual(main())

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 __all__ = ["Coordinator", "Demoted"]
 
 
+#: Peers that wait to be listed; more are sent away.
+MAX_JOINERS = 1024
+
+
 @dataclass
 class _Joiner:
     """A stage peer that wants to be listed in the next record."""
@@ -96,11 +100,16 @@ class Coordinator:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
         member, now = message.member, self._reign.now
         if message.leaving:
-            self._leaving.add(member.key)
+            if self.record is not None and any(x.key == member.key for x in self.record.members[message.stage]):
+                self._leaving.add(member.key)
             self._joiners.pop(member.key, None)
         else:
             if member.key not in self._joiners:
                 self._last_join = now
+                for key in [k for k, j in self._joiners.items() if now - j.seen > self._timing.record_ttl_s]:
+                    del self._joiners[key]
+                if len(self._joiners) >= MAX_JOINERS:
+                    raise Refuse("busy", f"{MAX_JOINERS} peers want to join already")
                 for key in [k for k in self._joiners if k[0] == member.peer]:
                     del self._joiners[key]  # an earlier incarnation
             self._joiners[member.key] = _Joiner(message.stage, member, message.head, now)
@@ -258,6 +267,7 @@ class Coordinator:
             members=tuple(self._next_members(stage, result) for stage, result in enumerate(results)),
             learning_rate=learning_rate(self._config, step), reopened=reopened,
         )  # fmt: skip
+        self._leaving &= {x.key for xs in record.members for x in xs}
         self.leasing.commit_evaluates(step)
         await self._publish(record, self._leads.struck())
 

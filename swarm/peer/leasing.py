@@ -12,6 +12,9 @@ from swarm.peer.link import Refuse
 from swarm.peer.reign import Key, Reign
 from swarm.wire import messages as m
 
+#: Trainers served at once.
+MAX_TRAINERS = 1024
+
 
 class Leasing:
     """The open steps' tickets, and the trainers that ask for them."""
@@ -55,6 +58,10 @@ class Leasing:
                 self._evaluator = None
             await self._reign.notify()
             return m.Leased(ballot=self._reign.ballot)
+        for key in [k for k, seen in self.trainers.items() if now - seen > 2 * lease_s]:
+            del self.trainers[key]
+        if trainer not in self.trainers and len(self.trainers) >= MAX_TRAINERS:
+            raise Refuse("busy", f"{MAX_TRAINERS} trainers are served already")
         self.trainers[trainer] = now
         for ticket, accumulated in message.done:
             if ticket.step in self.pools:

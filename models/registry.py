@@ -28,7 +28,7 @@ def factory_of(config: RunConfig, *, may_import: bool = True) -> StageFactory:
     if not is_dotted(config.model):
         raise ConfigError(f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory")
     if not may_import:
-        raise ConfigError(f"model {config.model}: this peer was not told that it may import a model by dotted path")
+        raise ConfigError(f"model {config.model}: this peer may not import it; --allow-import allows it if you trust the code")
     factory = import_factory(config.model, "model")(config)
     if not callable(getattr(factory, "build", None)) or getattr(factory, "num_stages", None) != config.num_stages:
         raise ConfigError(

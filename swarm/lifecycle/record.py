@@ -102,3 +102,21 @@ def decide(
         scale_age=age if config.precision == "fp16" else 0,
         reopened=reopened,
     )
+
+
+def fault_of(config: RunConfig, record: CommitRecord) -> str:
+    """What makes `record` one that no coordinator of the run can have written, or ""; checked before it is handed on."""
+    if record.step == -1:
+        return "" if record.head == genesis_head(record.run) and not record.results else "a genesis record with another head"
+    if record.step >= config.total_steps:
+        return f"step {record.step} of {config.total_steps}"
+    if len(record.results) != config.num_stages:
+        return f"results of {len(record.results)} stages"
+    if any(result.num_tickets != config.tickets_per_step for result in record.results):
+        return "a stage without all tickets"
+    if not record.skipped and not record.tokens:
+        return "no tokens, and not skipped"
+    digests = [result.average_digest for result in record.results]
+    if record.head != head_of(record.previous_head, record.step, digests, record.clip_coefficient, record.skipped):
+        return "the head does not follow from the averages"
+    return ""

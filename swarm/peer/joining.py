@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swarm.base.errors import ConfigError, SwarmError
+from swarm.base.errors import ConfigError, SwarmError, Unreachable
 from swarm.base.ids import Address
 from swarm.net.transport import Transport
 from swarm.wire.framing import Frame
@@ -23,7 +23,8 @@ async def fetch_run(transport: Transport, address: Address, *, deadline_s: float
     while True:
         remaining = deadline_s - (loop.time() - began)
         if remaining <= 0:
-            raise ConfigError(f"nobody answers at {address} (waited {deadline_s:g} s; last: {last})")
+            hint = "is a peer of the run listening there?" if isinstance(last, Unreachable) else f"last: {last}"
+            raise ConfigError(f"nobody answers at {address} (waited {deadline_s:g} s); {hint}")
         try:
             async with asyncio.timeout(remaining):
                 reply = await transport.call(address, Frame(Hello()), stall_s=remaining)

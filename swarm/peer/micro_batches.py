@@ -86,6 +86,7 @@ class MicroBatchServer:
             raise Refuse("bad_request", "the route does not lead to the last stage")
         if last and not any(spec.role == "label" for spec in message.tensors):
             raise Refuse("bad_request", "labels are missing")
+        self._require_fitting(message)
         version = await self._version(message)
         work = _Work(message, frame)
         self._reserve(work, frame.body_bytes)
@@ -107,6 +108,18 @@ class MicroBatchServer:
             self.phases[work.phase] += 1
             self.in_flight -= 1
             self._budget.release(work.reserved_bytes)
+
+    def _require_fitting(self, message: m.Train) -> None:
+        """Refuse what is no micro-batch of this run, before anything is computed or claimed for it."""
+        config = self._member.config
+        step, index = message.ticket
+        count = config.tickets_per_step if message.mode == "train" else max(1, config.eval_tickets)
+        if not (0 <= index < count and 0 <= step <= config.total_steps):
+            raise Refuse("bad_request", f"ticket {(step, index)} is none of this run")
+        for spec in message.tensors:
+            has_sequence = len(spec.shape) >= (2 if spec.dtype.startswith(("int", "uint", "bool")) else 3)
+            if spec.shape[:1] > (config.micro_batch_size,) or (has_sequence and spec.shape[1] > config.sequence_length):
+                raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
 
     def _reserve(self, work: _Work, num_bytes: int) -> None:
         if not self._budget.reserve(num_bytes):

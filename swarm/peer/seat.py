@@ -186,6 +186,8 @@ class Seat:
                 return (await self._link.ask(member, request, m.Elected))[0]
             except RefusedBy as refused:
                 if refused.code == "lower_ballot":
+                    accepted = refused.refusal.ballot
+                    self._highest = max(self._highest, accepted.counter if accepted is not None else 0)
                     raise Demoted(refused.reason) from None
                 return None
             except (LinkError, RemoteError):

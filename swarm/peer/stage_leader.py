@@ -61,6 +61,8 @@ class StageLeader:
         granted = []
         reason = ""
         for index in message.indexes:
+            if index >= self._member.config.tickets_per_step:
+                raise Refuse("bad_request", f"a step has {self._member.config.tickets_per_step} tickets")
             answer = book.ask(message.member, index)
             if answer.verdict == "conflict" and answer.holder is not None:
                 await self._take_back(book, index, answer.holder)

@@ -18,7 +18,7 @@ from swarm.averaging.all_reduce import Average, Round, RoundFailed
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ballot
 from swarm.lifecycle.coverage import stage_result
-from swarm.lifecycle.record import genesis_record
+from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.stage.accumulator import Accumulator
@@ -167,7 +167,8 @@ class StageMember:
     def accept_ballot(self, ballot: Ballot) -> None:
         """Members refuse lower ballots than they promised."""
         if ballot < self.promised:
-            raise Refuse("lower_ballot", f"ballot {self.promised.counter} was accepted", record=self.record)
+            accepted = f"ballot {self.promised.counter} was accepted"
+            raise Refuse("lower_ballot", accepted, record=self.record, ballot=self.promised)
         self.promised = ballot
 
     # ------------------------------------------------------------------------------------------------ ledger
@@ -220,6 +221,9 @@ class StageMember:
         """
         if record.run != self.context.run or len(record.members) != self.config.num_stages:
             raise Refuse("wrong_run", "the record belongs to another run")
+        fault = fault_of(self.config, record)
+        if fault:
+            raise Refuse("bad_request", f"no record of this run: {fault}")
         known = self.record
         if known is not None and not record.newer_than(known):
             if record.head != known.head or record.era < known.era:  # its sender may follow another lineage

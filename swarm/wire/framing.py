@@ -21,7 +21,7 @@ Buffer = Union[bytes, bytearray, memoryview]
 
 MAGIC = b"SWRM"
 PREFIX = struct.Struct(">4sBBHIQ")
-MAX_HEADER_BYTES = 8 * 2**20
+MAX_HEADER_BYTES = 2 * 2**20
 #: Default bound of one body; a server may set a smaller one from its memory limit.
 MAX_BODY_BYTES = 4 * 2**30
 

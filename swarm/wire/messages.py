@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, TypeAdapter, model_validator
 
 from swarm.base.ids import Ballot, Ticket
 
@@ -39,7 +39,7 @@ StepField = Annotated[int, Field(ge=0, lt=2**40)]
 IndexField = Annotated[int, Field(ge=0, lt=MAX_TICKETS)]
 NameField = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TextField = Annotated[str, StringConstraints(max_length=2000)]
-Indexes = Annotated[tuple[IndexField, ...], Field(max_length=MAX_TICKETS)]
+Indexes = Annotated[tuple[IndexField, ...], FailFast(), Field(max_length=MAX_TICKETS)]
 
 
 class Part(BaseModel):
@@ -53,7 +53,7 @@ class TensorSpec(Part):
 
     name: NameField
     dtype: Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
-    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], Field(max_length=MAX_DIMS)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_DIMS)]
     codec: Codec = "raw"
     #: "input" feeds the stage and needs a gradient if floating; "label" travels unchanged to the last stage.
     role: Literal["input", "label", "grad", "state"] = "input"
@@ -131,7 +131,7 @@ class StageResult(Part):
     tokens: Annotated[int, Field(ge=0)]
     loss_sum: float = 0.0
     #: Who holds the average, best source first.
-    holders: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    holders: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
 class CommitRecord(Part):
@@ -149,7 +149,7 @@ class CommitRecord(Part):
     previous_head: str = ""
     ballot: Ballot
     #: Next members of each stage, its leader first.
-    members: tuple[Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)], ...]
+    members: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...]
     results: tuple[StageResult, ...] = ()
     tokens: Annotated[int, Field(ge=0)] = 0
     loss_sum: float = 0.0
@@ -191,16 +191,16 @@ class Hop(Part):
     num_bytes: Annotated[int, Field(ge=0)] = 0
     recomputed: bool = False
     #: Candidates of this stage that failed before this peer, with the reason.
-    failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], Field(max_length=64)] = ()
+    failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], FailFast(), Field(max_length=64)] = ()
 
 
-Route = Annotated[tuple[Annotated[tuple[Member, ...], Field(max_length=64)], ...], Field(max_length=1024)]
+Route = Annotated[tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=64)], ...], FailFast(), Field(max_length=1024)]
 
 
 class Message(Part):
     """Base of every message; `tensors` describes the body."""
 
-    tensors: Annotated[tuple[TensorSpec, ...], Field(max_length=MAX_TENSORS)] = ()
+    tensors: Annotated[tuple[TensorSpec, ...], FailFast(), Field(max_length=MAX_TENSORS)] = ()
 
 
 # ------------------------------------------------------------------------------------------------ any request
@@ -240,6 +240,8 @@ class Refusal(Message):
     reason: TextField = ""
     stage: StageField | None = None
     record: CommitRecord | None = None
+    #: With `lower_ballot`: the one that was accepted, so that a candidate can stand above it.
+    ballot: Ballot | None = None
 
 
 class Ack(Message):
@@ -259,7 +261,7 @@ class RunInfo(Message):
 
     kind: Literal["run_info"] = "run_info"
     config: Annotated[str, StringConstraints(max_length=262144)]
-    contacts: Annotated[tuple[tuple[str, int], ...], Field(max_length=64)] = ()
+    contacts: Annotated[tuple[tuple[str, int], ...], FailFast(), Field(max_length=64)] = ()
     coordinator: Member | None = None
     record: CommitRecord | None = None
     #: The address this peer saw the newcomer come from.
@@ -282,7 +284,7 @@ class StatusReply(Message):
     head: str = ""
     state: Annotated[str, StringConstraints(max_length=64)] = ""
     detail: Annotated[dict[str, str | int | float | bool], Field(max_length=128)] = {}
-    stages: tuple[Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)], ...] = ()
+    stages: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches
@@ -307,7 +309,7 @@ class Trained(Message):
     """The result of a micro-batch: hops from this stage to the last, loss sum over tokens, token count."""
 
     kind: Literal["trained"] = "trained"
-    hops: Annotated[tuple[Hop, ...], Field(max_length=1024)]
+    hops: Annotated[tuple[Hop, ...], FailFast(), Field(max_length=1024)]
     loss_sum: float
     tokens: Annotated[int, Field(ge=0)]
     overflow: bool = False
@@ -368,16 +370,16 @@ class Gather(Message):
     step: StepField
     term: Term
     freeze: bool
-    members: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)]
-    struck: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    members: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    struck: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
 class Gathered(Message):
     """The seals of all members that answered, and those that did not (struck for this step)."""
 
     kind: Literal["gathered"] = "gathered"
-    seals: Annotated[tuple[Seal, ...], Field(max_length=MAX_MEMBERS)]
-    struck: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    struck: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
 class Collect(Message):
@@ -407,7 +409,7 @@ class Average(Message):
     stage: StageField
     step: StepField
     term: Term
-    seals: Annotated[tuple[Seal, ...], Field(max_length=MAX_MEMBERS)]
+    seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
 
 
 class Averaged(Message):
@@ -415,7 +417,7 @@ class Averaged(Message):
 
     kind: Literal["averaged"] = "averaged"
     result: StageResult | None = None
-    suspects: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    suspects: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     reason: TextField = ""
 
 
@@ -427,7 +429,7 @@ class Reduce(Message):
     stage: StageField
     step: StepField
     term: Term
-    seals: Annotated[tuple[Seal, ...], Field(max_length=MAX_MEMBERS)]
+    seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
 
 
 class Reduced(Message):
@@ -436,7 +438,7 @@ class Reduced(Message):
     kind: Literal["reduced"] = "reduced"
     average_digest: str = ""
     sum_squares: float = 0.0
-    suspects: Annotated[tuple[Member, ...], Field(max_length=MAX_MEMBERS)] = ()
+    suspects: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     reason: TextField = ""
 
 
@@ -474,7 +476,7 @@ class Held(Message):
 
     kind: Literal["held"] = "held"
     member: Member
-    records: Annotated[tuple[CommitRecord, ...], Field(max_length=64)] = ()
+    records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=64)] = ()
 
 
 class FetchAverage(Message):
@@ -537,7 +539,7 @@ class Elected(Message):
     member: Member
     record: CommitRecord | None = None
     term: Term = Term()
-    prepared: Annotated[tuple[tuple[StepField, StageResult], ...], Field(max_length=16)] = ()
+    prepared: Annotated[tuple[tuple[StepField, StageResult], ...], FailFast(), Field(max_length=16)] = ()
 
 
 class Lease(Message):
@@ -551,8 +553,8 @@ class Lease(Message):
     known_step: Annotated[int, Field(ge=-2)] = -2
     known_era: Annotated[int, Field(ge=0)] = 0
     #: Tickets finished since the last call, with whether every stage said it accumulated them.
-    done: Annotated[tuple[tuple[Ticket, bool], ...], Field(max_length=MAX_TICKETS)] = ()
-    holding: Annotated[tuple[Ticket, ...], Field(max_length=MAX_TICKETS)] = ()
+    done: Annotated[tuple[tuple[Ticket, bool], ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
+    holding: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
     want: Annotated[int, Field(ge=0, le=MAX_TICKETS)] = 0
     retries: Annotated[int, Field(ge=0)] = 0
     #: Result of an evaluation it was asked for: (step, loss sum, tokens).
@@ -568,10 +570,10 @@ class Leased(Message):
 
     kind: Literal["leased"] = "leased"
     ballot: Ballot
-    tickets: Annotated[tuple[Ticket, ...], Field(max_length=MAX_TICKETS)] = ()
+    tickets: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
     #: For a ticket that overflowed before, the peers that said so: others are asked first.
-    avoid: Annotated[tuple[tuple[Ticket, tuple[PeerIdField, ...]], ...], Field(max_length=MAX_TICKETS)] = ()
-    records: Annotated[tuple[CommitRecord, ...], Field(max_length=256)] = ()
+    avoid: Annotated[tuple[tuple[Ticket, tuple[PeerIdField, ...]], ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
+    records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=256)] = ()
     evaluate: bool = False
     finished: bool = False
     waiting_for: TextField = ""
@@ -603,7 +605,7 @@ class StateManifest(Message):
     kind: Literal["state_manifest"] = "state_manifest"
     record: CommitRecord
     previous: CommitRecord | None = None
-    entries: Annotated[tuple[tuple[NameField, str, int, str], ...], Field(max_length=MAX_TENSORS)]
+    entries: Annotated[tuple[tuple[NameField, str, int, str], ...], FailFast(), Field(max_length=MAX_TENSORS)]
     #: Optimizer steps taken so far.
     num_updates: Annotated[int, Field(ge=0)] = 0
 

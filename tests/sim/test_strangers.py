@@ -1,0 +1,109 @@
+"""What a stranger sends must not end or stop a run: refused where it arrives, and the run goes on as if it had not come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from simulation import Simulation, check, small_config
+
+from swarm.base.ids import Address, Ballot, Ticket
+from swarm.base.virtual_time import run_virtual
+from swarm.net.memory import MemoryTransport
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+
+
+def attack(messages_of, *, refused):
+    """Run a swarm; after two commits a stranger sends each of `messages_of(simulation)` to a peer of stage 0."""
+    config = small_config(total_steps=8)
+
+    async def main():
+        simulation = Simulation(config, seed=31)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        async with asyncio.timeout(60):
+            while max(simulation.commits, default=-1) < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        stranger = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
+        target = simulation.nodes["stage0.0"].address
+        for message, buffers in messages_of(simulation):
+            reply = await stranger.call(target, Frame(message, buffers), stall_s=4)
+            if refused:
+                assert isinstance(reply.message, m.Refusal), f"{message.kind} was answered by {reply.message.kind}"
+        await simulation.finish(within_s=120)
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def forged_records(simulation):
+    record = simulation.commits[max(simulation.commits)]
+    following = {"previous_head": record.head, "step": record.step + 1, "head": "ab" * 32}
+    for change in (
+        {**following, "results": ()},
+        following,
+        {"era": 10**6, "step": 3, "head": "cd" * 32},
+        {**following, "step": 10**9},
+        {**following, "tokens": 0},
+        {"step": -1, "head": "ef" * 32},
+    ):
+        yield m.Commit(record=record.model_copy(update=change)), ()
+
+
+def test_forged_records_are_refused_and_not_handed_on():
+    attack(forged_records, refused=True)
+
+
+def foreign_tickets(simulation):
+    record = simulation.commits[max(simulation.commits)]
+    route = tuple(members[:1] for members in record.members)
+    tensors = (
+        m.TensorSpec(name="x", dtype="float64", shape=(1, 6)),
+        m.TensorSpec(name="y", dtype="int64", shape=(1,), role="label"),
+    )
+    for ticket in (Ticket(record.step + 1, 50), Ticket(record.step + 1, -1), Ticket(2**40, 0), Ticket(record.step + 1, 2**40)):
+        yield m.Train(
+            run=record.run, ticket=ticket, head=record.head, stage=0, route=route, tensors=tensors
+        ), (bytes(48), bytes(8))  # fmt: skip
+    large = (tensors[0].model_copy(update={"shape": (1000, 6)}), tensors[1])
+    yield m.Train(
+        run=record.run, ticket=Ticket(record.step + 1, 0), head=record.head, stage=0, route=route, tensors=large
+    ), (bytes(48_000), bytes(8))  # fmt: skip
+
+
+def test_tickets_that_are_none_of_the_run_are_refused():
+    attack(foreign_tickets, refused=True)
+
+
+def huge_ballot(simulation):
+    record = simulation.commits[max(simulation.commits)]
+    stranger = record.members[0][0].model_copy(update={"peer": "f" * 40})
+    yield m.Elect(run=record.run, ballot=Ballot(2**60, "f" * 40), coordinator=stranger), ()
+
+
+def test_a_huge_ballot_costs_an_election_and_no_more():
+    attack(huge_ballot, refused=False)
+
+
+@pytest.mark.parametrize("count", [5000])
+def test_a_flood_of_joiners_is_bounded(count):
+
+    config = small_config(total_steps=4)
+
+    async def main():
+        simulation = Simulation(config, seed=32)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await simulation.began()
+        backbone = simulation.nodes["backbone0"]
+        stranger = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
+        run = backbone.peer.context.run
+        refused = 0
+        for i in range(count):
+            member = m.Member(peer=f"{i:040x}", incarnation=f"{i:016x}", host="10.9.9.9", port=2)
+            reply = await stranger.call(backbone.address, Frame(m.Join(run=run, stage=0, member=member)), stall_s=4)
+            refused += isinstance(reply.message, m.Refusal)
+        assert refused > 0
+        await simulation.abandon()
+
+    run_virtual(main())

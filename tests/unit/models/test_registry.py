@@ -81,7 +81,7 @@ def test_a_name_that_leads_nowhere_is_refused_in_one_line(model: str, message: s
 
 
 def test_a_dotted_path_is_not_imported_without_leave() -> None:
-    with pytest.raises(ConfigError, match="not told that it may import"):
+    with pytest.raises(ConfigError, match="may not import it"):
         factory_of(RunConfig(model="no_such_package.x:y"), may_import=False)
 
 

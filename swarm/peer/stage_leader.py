@@ -92,6 +92,8 @@ class StageLeader:
     async def _on_gather(self, message: m.Gather, frame: Frame, progress: Progress) -> m.Gathered:
         member = self._member
         member.require_stage(message.stage)
+        if not any(x.key == member.me.key for x in message.members):
+            raise Refuse("not_member", "another incarnation of this peer was meant")
         member.accept_ballot(message.term.ballot)
         member.step_state(message.step)
         known = self._books.get(message.step)

@@ -61,6 +61,8 @@ class StageLeads:
             try:
                 if leader is not None:
                     reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+                    if reply.member.key != leader.key:
+                        raise RemoteError("another incarnation answers there")
                     if reply.step <= self._reign.newest.step:
                         await self._tell_record(leader)
             except (LinkError, RemoteError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from schedules import KINDS, Schedule, run_seeds
+from schedules import KINDS, Schedule, run_schedule, run_seeds
 
 NUM_SCHEDULES = 300
 
@@ -39,3 +39,8 @@ def test_the_same_seed_is_the_same_run():
     first, second = (list(run_seeds([5, 5], workers=1)) for _ in range(2))
     assert [r.faults for r in first] == [r.faults for r in second]
     assert first[0].faults == first[1].faults
+
+
+def test_a_restarted_leader_at_the_same_address_does_not_lead_for_its_former_self():
+    """Seed 3299: it collected as leader, struck the only live member over a cut link, and kept it struck for ever."""
+    run_schedule(Schedule.draw(3299))

@@ -186,8 +186,8 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
 
 def add_data_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--data", metavar="PATH", type=data_source, default=None,
-                        help="training data: a .txt, .md or .jsonl file, a directory of those, or "
-                        "package.module:factory (default: the run file's, or the built-in text)")
+                        help="training data: a .txt, .md, .jsonl or .parquet file, a directory of those or one that "
+                        "datasets saved, or package.module:factory (default: the run file's, or the built-in text)")
     parser.add_argument("--eval-data", metavar="PATH", type=data_source, default=None,
                         help="evaluation data (default: the run file's, or a held-out part of the data)")
     parser.add_argument("--tokenizer", metavar="DIR", type=data_source, default=None,

@@ -71,6 +71,7 @@ class RunConfig(BaseModel):
     dataset: str = Field("builtin", max_length=200, description="name of the data for people, never a path")
     data_digest: str = Field("", description="digest of training and evaluation data; a trainer with other data is refused")
     tokenizer_digest: str = Field("", description="digest of the tokenizer")
+    packing: bool = Field(True, description="several short conversations share a sample, and do not see each other")
     eval_fraction: float = Field(0.1, ge=0, lt=1, description="part of the data held out if no evaluation data is given")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     eval_samples: int = Field(64, ge=0, description="samples per evaluation; 0 evaluates never")

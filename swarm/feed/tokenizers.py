@@ -1,9 +1,9 @@
-"""Text -> token ids. Owns the byte-level default and the transformers wrapper; must not know datasets."""
+"""Text and conversations -> token ids. Owns the byte-level default and the transformers wrapper; must not know datasets."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ from swarm.base.errors import ConfigError
 
 #: Files of a tokenizer directory that decide what it does.
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 #: Long documents are tokenised in pieces of whole lines of about this many characters, to bound memory.
 _PIECE_CHARS = 2**20
@@ -26,11 +26,29 @@ class Tokenizer(Protocol):
     vocab_size: int
     #: 64 hex digits: two tokenizers with the same digest give the same tokens.
     digest: str
-    #: Tokens between two documents.
+    #: Tokens between two documents, and at the end of one.
     separator: np.ndarray
+    #: Tokens that the model expects before a text.
+    start: np.ndarray
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of one document, without special tokens: 1-d, of an unsigned dtype that holds the vocabulary."""
+        ...
+
+    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """As `encode`, and the index of the character at which each token begins: int64 [n].
+
+        Raises:
+            ConfigError: this tokenizer cannot tell.
+        """
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
+        """The text of a conversation; unless it `is_answered`, it ends where the assistant's next words begin.
+
+        Raises:
+            ConfigError: there is no chat template, or what it says of these messages.
+        """
         ...
 
 
@@ -40,9 +58,17 @@ class ByteTokenizer:
     vocab_size = 256
     digest = hashlib.sha256(b"swarm byte tokenizer 1").hexdigest()
     separator = np.frombuffer(b"\n\n", dtype=np.uint8)
+    start = np.array([], dtype=np.uint8)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8)
+
+    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        tokens = self.encode(text)
+        return tokens, np.cumsum((tokens & 0xC0) != 0x80) - 1  # every byte but the first of a character is 10xxxxxx
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
+        raise ConfigError("byte-level tokens have no chat template; name a tokenizer directory that has one (--tokenizer)")
 
 
 class DirectoryTokenizer:
@@ -74,6 +100,14 @@ class DirectoryTokenizer:
         self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         end = self._tokenizer.eos_token_id
         self.separator = np.array([] if end is None else [end], dtype=self._dtype)
+        self.start = self._tokens_before("a")
+        self._where = f"tokenizer {directory}"
+
+    def _tokens_before(self, text: str) -> np.ndarray:
+        """What the tokenizer itself puts before a text."""
+        whole, own = (self._tokenizer(text, add_special_tokens=special)["input_ids"] for special in (True, False))
+        count = next((n for n in range(len(whole)) if whole[n : n + len(own)] == own), 0)
+        return np.array(whole[:count], dtype=self._dtype)
 
     def encode(self, text: str) -> np.ndarray:
         pieces = [
@@ -81,6 +115,23 @@ class DirectoryTokenizer:
             for piece in _pieces(text)
         ]
         return np.concatenate(pieces) if pieces else np.array([], dtype=self._dtype)
+
+    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        if not self._tokenizer.is_fast:
+            raise ConfigError(f"{self._where}: has no tokenizer.json, which alone tells where each token begins")
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
+        return np.array(found["input_ids"], dtype=self._dtype), starts
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"{self._where}: has no chat template (chat_template.jinja)")
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=not is_answered
+            )
+        except Exception as error:  # a template raises what it likes, jinja2's own kinds among it
+            raise ConfigError(f"the chat template refuses it: {_first_line(error)}") from None
 
 
 def open_tokenizer(tokenizer: str | None) -> Tokenizer:

@@ -131,7 +131,7 @@ def test_the_digest_does_not_depend_on_how_tokens_are_stored() -> None:
         ("bad.jsonl", b'{"text": "fine"}\n{"text": \n', "bad.jsonl, line 2: is not JSON"),
         ("field.jsonl", b'\n{"texts": "x"}\n', 'field.jsonl, line 2: has no string field "text"'),
         ("type.jsonl", b'{"text": 3}', "type.jsonl, line 1: has no string"),
-        ("list.jsonl", b"[]", "list.jsonl, line 1: has no string"),
+        ("list.jsonl", b"[]", "list.jsonl, line 1: is no JSON object"),
         ("hollow.jsonl", b'{"text": ""}', "hollow.jsonl: holds no text"),
     ],
 )

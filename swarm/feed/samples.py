@@ -1,0 +1,95 @@
+"""Samples: finite, indexable, of one shape. Owns how a batch is made of them; must not know where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from swarm.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are trained together: named arrays whose first dimension is the batch."""
+
+    inputs: dict[str, np.ndarray]
+    labels: dict[str, np.ndarray]
+
+
+class Samples(Protocol):
+    """A finite, indexable set of samples of one shape."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, indices: np.ndarray) -> Batch:
+        """The samples at `indices` (int64 [B]), in that order."""
+        ...
+
+    def update(self, digest: Any) -> None:
+        """Feed every value into `digest` (a hashlib object), independent of machine and storage dtype."""
+        ...
+
+
+class TokenWindows:
+    """Windows of one row of tokens: `input_ids` and `labels`, int64 [B, T]; `labels[t]` is the token after `t`."""
+
+    def __init__(self, tokens_N: np.ndarray, sequence_length: int) -> None:
+        self._tokens_N = tokens_N
+        self._length = sequence_length
+
+    def __len__(self) -> int:
+        return max(0, (len(self._tokens_N) - 1) // self._length)
+
+    def take(self, indices: np.ndarray) -> Batch:
+        window_BT = indices[:, None] * self._length + np.arange(self._length + 1)
+        tokens_BT = self._tokens_N[window_BT].astype(np.int64)
+        return Batch({"input_ids": tokens_BT[:, :-1].copy()}, {"labels": tokens_BT[:, 1:].copy()})
+
+    def update(self, digest: Any) -> None:
+        digest.update(f"tokens {len(self._tokens_N)}\0".encode())
+        for start in range(0, len(self._tokens_N), 2**20):
+            digest.update(self._tokens_N[start : start + 2**20].astype("<u4").tobytes())
+
+
+class ArraySamples:
+    """Samples of a custom dataset, held in memory: every array is [N, ...].
+
+    Raises:
+        ConfigError: if there is no array, or they disagree about N.
+    """
+
+    def __init__(self, inputs: Mapping[str, np.ndarray], labels: Mapping[str, np.ndarray]) -> None:
+        self.inputs = {name: np.asarray(array) for name, array in inputs.items()}
+        self.labels = {name: np.asarray(array) for name, array in labels.items()}
+        lengths = {name: len(a) if a.ndim else -1 for name, a in [*self.inputs.items(), *self.labels.items()]}
+        if not self.inputs or not self.labels:
+            raise ConfigError("a custom dataset needs at least one input and one label array")
+        if len(set(lengths.values())) != 1 or -1 in lengths.values():
+            raise ConfigError(f"the arrays of a custom dataset differ in their number of samples: {lengths}")
+        self._num_samples = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def take(self, indices: np.ndarray) -> Batch:
+        return Batch(
+            {name: array[indices] for name, array in self.inputs.items()},
+            {name: array[indices] for name, array in self.labels.items()},
+        )
+
+    def slice(self, start: int, end: int) -> ArraySamples:
+        return ArraySamples(
+            {name: array[start:end] for name, array in self.inputs.items()},
+            {name: array[start:end] for name, array in self.labels.items()},
+        )
+
+    def update(self, digest: Any) -> None:
+        for kind, arrays in (("input", self.inputs), ("label", self.labels)):
+            for name in sorted(arrays):
+                array = np.ascontiguousarray(arrays[name])
+                array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+                digest.update(f"{kind} {name} {array.dtype.str} {array.shape}\0".encode())
+                digest.update(array.tobytes())

@@ -23,6 +23,8 @@ def parse(argv: Sequence[str]) -> Namespace:
                         help="directory to write; an older model there is replaced")
     parser.add_argument("--step", metavar="N", type=count, default=None,
                         help="the checkpoint after this many steps (default: the newest that covers all stages)")
+    parser.add_argument("--best", action="store_true",
+                        help="the checkpoint with the lowest evaluation loss, rather than the newest")
     parser.add_argument("--allow-import", action="store_true",
                         help="import the run's own model if it names one as package.module:factory")
     add_logging_options(parser)
@@ -34,7 +36,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     from swarm.base.config import parse_config_bytes
     from swarm.stage.checkpoint import find_complete
 
-    found = find_complete(options.checkpoints, step=options.step)
+    found = find_complete(options.checkpoints, step=options.step, best=options.best)
     factory = factory_of(parse_config_bytes(found[0].config_bytes), may_import=options.allow_import)
     save_pretrained = getattr(factory, "save_pretrained", None)
     if save_pretrained is None:

@@ -86,6 +86,7 @@ class LocalSwarm:
         self._ended: asyncio.Queue[Child] = asyncio.Queue()
         self._step: dict[str, Any] | None = None
         self._evaluation: tuple[int, float] | None = None
+        self._best: tuple[int, float] | None = None  # the evaluation with the lowest loss
         self._backbone = Address("", 0)  # known once it serves
         #: Torch-free processes come from a server that imports little, and so at once.
         self._light = Children(plan.log_dir, self._report, preload="launch.preload:nothing", name="light_fork_server")
@@ -225,6 +226,8 @@ class LocalSwarm:
             self._view.step(report)
         elif event == "evaluation" and (self._evaluation is None or report["step"] > self._evaluation[0]):
             self._evaluation = self._picture.evaluation = (report["step"], report["loss"])
+            if self._best is None or report["loss"] < self._best[1]:
+                self._best = self._evaluation
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
 
     async def _refresh(self) -> None:
@@ -295,6 +298,9 @@ class LocalSwarm:
             export = f"export_model --checkpoints {shlex.quote(str(state_dir))} --out exported"
             lines.append((f"checkpoint of step {newest} in {state_dir}", {"checkpoint": str(state_dir)}))
             lines.append((f"export it with: {export}", {"command": export}))
+            if self._best is not None and self._evaluation is not None and self._best[0] != self._evaluation[0]:
+                text = f"the best evaluation was {self._best[1]:.4f} at step {self._best[0]}: add --best to export that"
+                lines.append((text, {"best_step": self._best[0], "best_eval_loss": self._best[1]}))
         elif is_done:
             lines.append((f"no complete checkpoint was written; see {self._plan.log_dir}", {}))
         return lines

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from pathlib import Path
 
-from swarm.base.errors import StorageError, SwarmError
+from swarm.base.errors import SwarmError
+from swarm.peer.checkpoints import Checkpoints
 from swarm.peer.claims_client import ClaimsClient
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
@@ -18,7 +19,6 @@ from swarm.peer.run_info import RunInfoServer
 from swarm.peer.stage_leader import StageLeader
 from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import StateDonor
-from swarm.stage.checkpoint import write_checkpoint
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
 from swarm.stage.executor import Executor, Priority
@@ -60,7 +60,6 @@ class StagePeer:
         config = context.config
         self.context = context
         self.stage = stage
-        self._state_dir = state_dir
         self._executor = executor
         self._background = background
         self._device = device_of(device)
@@ -82,7 +81,7 @@ class StagePeer:
         StateDonor(self.link, self.member)
         RestorePoints(self.link, self.member, state_dir)
         RunInfoServer(self.link, record=lambda: self.member.record, status=self._status)
-        self.member.on_commit.append(self._checkpoint)
+        Checkpoints(self.link, self.member, self._tasks, state_dir)
         self._stopped = asyncio.Event()
 
     def _status(self) -> m.StatusReply:
@@ -98,33 +97,6 @@ class StagePeer:
             },
             stages=member.record.members if member.record else (),
         )  # fmt: skip
-
-    def _checkpoint(self, record: m.CommitRecord) -> None:
-        """The first `checkpoint_copies` members of the stage write the state that `record` made."""
-        config, version = self.context.config, self.member.versions.newest
-        due = record.step + 1 == config.total_steps or (
-            config.checkpoint_every > 0 and (record.step + 1) % config.checkpoint_every == 0
-        )
-        writers = [x.key for x in record.members[self.stage] if x.ready][: config.checkpoint_copies]
-        if record.step < 0 or not due or self._state_dir is None or self.member.me.key not in writers:
-            return
-        if version.head == record.head:
-            self._tasks.start(self._write(self._state_dir), f"checkpoint of step {record.step + 1}")
-
-    async def _write(self, root: Path) -> None:
-        state, context = self.member.versions.state(), self.context
-
-        def job() -> Path:
-            return write_checkpoint(
-                root, self.stage, state, self.member.compute.layout, context.config, config_bytes=context.config_bytes
-            )
-
-        try:
-            path = (await self._background.run(job, Priority.EVALUATION)).value
-        except StorageError as error:
-            logger.error("%s; training goes on", error)
-        else:
-            logger.info("checkpoint %s", path)
 
     async def start(self) -> None:
         await self.link.serve()

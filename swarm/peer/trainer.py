@@ -371,6 +371,20 @@ class Trainer:
             parts = []
         loss_sum, tokens = sum(p[0] for p in parts), sum(p[1] for p in parts)
         if tokens:
-            self._on_evaluation(Evaluation(record.step + 1, record.head, loss_sum / tokens, tokens))
+            evaluation = Evaluation(record.step + 1, record.head, loss_sum / tokens, tokens)
+            self._on_evaluation(evaluation)
+            await self._tell_members(record, evaluation)
         self._evaluated = (record.step, loss_sum, tokens)
         self._report.set()
+
+    async def _tell_members(self, record: m.CommitRecord, evaluation: Evaluation) -> None:
+        """They keep their best checkpoint; whoever does not hear it keeps what it has."""
+        told = m.Evaluated(run=self.context.run, step=evaluation.step, head=evaluation.head, loss=evaluation.loss)
+
+        async def tell(member: m.Member) -> None:
+            try:
+                await self.link.ask(member, told, m.Ack)
+            except (LinkError, RemoteError) as error:
+                logger.debug("evaluation not told to %s: %s", member.peer[:8], error)
+
+        await asyncio.gather(*(tell(x) for members in record.members for x in members if x.ready))

@@ -1,7 +1,8 @@
 """Committed stage state on disk: safetensors, written atomically, each directory bound to one head.
 
 Layout: `<root>/checkpoints/stage-<k>/step-<n>/{parameters,optimizer}.safetensors` (and `previous.safetensors` with
-`delay_steps = 1`) and `checkpoint.json` (records, stage, configuration, digests).
+`delay_steps = 1`) and `checkpoint.json` (records, stage, configuration, digests). `stage-<k>/best.json` names the one with
+the lowest evaluation loss, which is never pruned.
 A directory appears under its name only when it is complete. Knows no network.
 """
 
@@ -38,6 +39,8 @@ class StageCheckpoint:
     num_updates: int
     digests: dict[str, str]
     config_bytes: bytes
+    #: Evaluation loss at it, of the one that is the best of its peer.
+    best_loss: float | None = None
 
     def _load(self, name: str) -> dict[str, torch.Tensor]:
         path = self.directory / f"{name}.safetensors"
@@ -91,7 +94,7 @@ def write_checkpoint(
         StorageError: if the disk refuses; what was there before is intact.
     """
     version, optimizer = state.version, state.optimizer
-    parent = root / "checkpoints" / f"stage-{stage}"
+    parent = stage_directory(root, stage)
     target = parent / f"step-{version.num_commits:08d}"
     partial = parent / f".partial-{version.num_commits:08d}-{os.getpid()}"
     try:
@@ -139,13 +142,48 @@ def _put_in_place(partial: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+_BEST_FILE = "best.json"
+
+
+def mark_best(checkpoint: Path, loss: float) -> None:
+    """Make `checkpoint` (what `write_checkpoint` returned) the best of its stage at this peer.
+
+    Raises:
+        StorageError: if the disk refuses; the mark that was there before is intact.
+    """
+    target = checkpoint.parent / _BEST_FILE
+    partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
+    try:
+        partial.write_text(json.dumps({"directory": checkpoint.name, "loss": loss}))
+        partial.replace(target)
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error}") from None
+
+
+def best_loss(parent: Path) -> tuple[str, float] | None:
+    """Name and evaluation loss of the best checkpoint in the stage's directory `parent`; None if none is marked."""
+    try:
+        best = json.loads((parent / _BEST_FILE).read_text())
+        return str(best["directory"]), float(best["loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def stage_directory(root: Path, stage: int) -> Path:
+    """Where the checkpoints of a stage are, below a peer's state directory."""
+    return root / "checkpoints" / f"stage-{stage}"
+
+
 def _prune(parent: Path, written: Path, keep: int) -> None:
-    """Keep what was just written and the newest others (after a set-back there may be later steps)."""
-    others = sorted(path for path in parent.glob("step-*") if path != written)
+    """Keep what was just written, the best, and the newest others (after a set-back there may be later steps)."""
+    best = best_loss(parent)
+    others = sorted(path for path in parent.glob("step-*") if path != written and not (best and path.name == best[0]))
     for old in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(old, ignore_errors=True)
     for left in [*parent.glob(".partial-*"), *parent.glob(".old-*")]:  # of processes that were killed
-        if left != written:
+        if left.is_file():
+            left.unlink(missing_ok=True)
+        elif left != written:
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -172,7 +210,7 @@ def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) ->
         for path in sorted(root.glob("**/checkpoints/stage-*/step-*/checkpoint.json")):
             try:
                 meta = json.loads(path.read_text())
-                previous = meta["previous"]
+                previous, best = meta["previous"], best_loss(path.parent.parent)
                 found.append(StageCheckpoint(
                     directory=path.parent,
                     stage=int(meta["stage"]),
@@ -181,6 +219,7 @@ def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) ->
                     num_updates=int(meta["num_updates"]),
                     digests=dict(meta["digests"]),
                     config_bytes=meta["config"].encode(),
+                    best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = StorageError(f"{path}: not a checkpoint description: {' '.join(str(error).split())[:300]}")
@@ -190,8 +229,12 @@ def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) ->
     return found
 
 
-def find_complete(roots: Iterable[Path], *, step: int | None = None) -> list[StageCheckpoint]:
+def find_complete(
+    roots: Iterable[Path], *, step: int | None = None, best: bool = False
+) -> list[StageCheckpoint]:
     """One checkpoint for each stage, all of the same head: the newest that is complete, or that of `step` commits.
+
+    With `best` it is the one with the lowest evaluation loss of those that a peer marked as its best.
 
     Raises:
         ConfigError: if there is none; says which stages are missing at the newest head.
@@ -201,21 +244,26 @@ def find_complete(roots: Iterable[Path], *, step: int | None = None) -> list[Sta
     by_head: dict[str, dict[int, StageCheckpoint]] = {}
     damaged: list[StorageError] = []
     for checkpoint in scan(roots, damaged=damaged):
-        if step is None or checkpoint.record.step + 1 == step:
+        if (step is None or checkpoint.record.step + 1 == step) and (checkpoint.best_loss is not None or not best):
             by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, checkpoint)
     where = ", ".join(str(root) for root in roots)
-    best: list[StageCheckpoint] | None = None
+    chosen: list[StageCheckpoint] | None = None
     missing = ""
-    for stages in sorted(by_head.values(), key=lambda s: next(iter(s.values())).record.step, reverse=True):
+
+    def order(stages: dict[int, StageCheckpoint]) -> tuple[float, int]:
+        one = next(iter(stages.values()))
+        return (one.best_loss if best and one.best_loss is not None else 0.0, -one.record.step)
+
+    for stages in sorted(by_head.values(), key=order):
         record = next(iter(stages.values())).record
         absent = [k for k in range(len(record.members)) if k not in stages]
         if not absent:
-            best = [stages[k] for k in sorted(stages)]
+            chosen = [stages[k] for k in sorted(stages)]
             break
         missing = missing or f"; at step {record.step + 1} stages {absent} are missing"
-    if best is None and damaged:
+    if chosen is None and damaged:
         raise damaged[0]
-    if best is None:
-        wanted = "" if step is None else f" of step {step}"
+    if chosen is None:
+        wanted = " with an evaluation" if best else "" if step is None else f" of step {step}"
         raise ConfigError(f"no checkpoint{wanted} that is complete over all stages in {where}{missing}")
-    return best
+    return chosen

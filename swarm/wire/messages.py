@@ -562,6 +562,16 @@ class Lease(Message):
     leaving: bool = False
 
 
+class Evaluated(Message):
+    """A trainer tells members the mean loss on the held-out samples at `head`: the best checkpoint stays. Answered by `Ack`."""
+
+    kind: Literal["evaluated"] = "evaluated"
+    run: RunIdField
+    step: StepField
+    head: DigestField
+    loss: float
+
+
 class Leased(Message):
     """Work, and every record since `known_step` that the coordinator still has.
 
@@ -633,7 +643,7 @@ AnyMessage = Annotated[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
         Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, Holdings, Held, FetchAverage, AverageCopy, Commit,
-        Join, Elect, Elected, Lease, Leased, StateOffer, StateManifest, StateRange, StateChunk,
+        Join, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange, StateChunk,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
@@ -641,5 +651,5 @@ MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
 REQUEST_KINDS = frozenset({
     "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "holdings", "fetch_average",
-    "commit", "join", "elect", "lease", "state_offer", "state_range",
+    "commit", "join", "elect", "lease", "evaluated", "state_offer", "state_range",
 })  # fmt: skip

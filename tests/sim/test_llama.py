@@ -120,3 +120,28 @@ def test_an_exported_run_loads_with_transformers_and_evaluates_alike(tmp_path):
         loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
         tokens += labels.numel()
     assert loss_sum / tokens == pytest.approx(evaluation.loss, abs=1e-4)
+
+
+def test_the_checkpoint_of_the_lowest_evaluation_is_kept(tmp_path):
+    """At a learning rate that is too high the loss rises again after a few steps."""
+    torch.set_num_threads(1)
+    config = llama_config(
+        total_steps=6, eval_samples=16, eval_every=1, checkpoint_every=0, checkpoint_keep=1, precision="fp32",
+        learning_rate=0.3, warmup_steps=3,
+    )  # fmt: skip
+    feed = open_feed(config, None, None, None)
+
+    async def main():
+        simulation = Simulation(config, seed=2, factory=factory_of(config), feed=feed, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await simulation.finish()
+        evaluations = list(simulation.nodes["trainer0"].evaluations)
+        await simulation.close()
+        return evaluations
+
+    evaluations = run_virtual(main())
+    assert [e.step for e in evaluations] == [1, 2, 3, 4, 5, 6]
+    best = min(evaluations, key=lambda e: e.loss)
+    assert best.step < 6, "or the newest is the best, which is kept anyhow"
+    assert {(c.record.head, c.best_loss) for c in find_complete([tmp_path], best=True)} == {(best.head, best.loss)}
+    assert {c.record.step + 1 for c in find_complete([tmp_path])} == {6}

@@ -15,7 +15,7 @@ OTHER_VALUES: dict[str, object] = {
     "micro_batch_size": 4, "target_batch_size": 128, "total_steps": 61, "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.9,
     "epsilon": 1e-7, "weight_decay": 0.1, "max_grad_norm": 2.0, "lr_schedule": "linear", "warmup_steps": 6,
     "min_lr_ratio": 0.2, "precision": "bf16", "compression": "none", "seed": 1, "delay_steps": 1, "dataset": "other",
-    "data_digest": "1", "tokenizer_digest": "1", "eval_fraction": 0.2, "eval_every": 1, "eval_samples": 65,
+    "data_digest": "1", "tokenizer_digest": "1", "packing": False, "eval_fraction": 0.2, "eval_every": 1, "eval_samples": 65,
     "checkpoint_every": 21, "checkpoint_copies": 3, "checkpoint_keep": 3, "min_peers_per_stage": 2,
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage import checkpoint as module
-from swarm.stage.checkpoint import StageCheckpoint, find_complete, scan, write_checkpoint
+from swarm.stage.checkpoint import StageCheckpoint, find_complete, mark_best, scan, write_checkpoint
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.optimizer import OptimizerState
@@ -410,3 +410,26 @@ def test_a_damaged_description_is_a_storage_error_that_names_it(tmp_path: Path, 
         scan([tmp_path])
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_the_best_checkpoint_outlives_newer_ones_and_is_found(tmp_path: Path) -> None:
+    for stage in range(NUM_STAGES):
+        for num_commits, loss in ((10, 2.0), (20, 1.5), (30, None), (40, None), (50, None)):
+            written = write(tmp_path, stage, num_commits)
+            if loss is not None:
+                mark_best(written, loss)
+        kept = sorted(path.name for path in written.parent.glob("step-*"))
+        assert kept == ["step-00000020", "step-00000040", "step-00000050"]
+    assert [c.record.step + 1 for c in find_complete([tmp_path], best=True)] == [20] * NUM_STAGES
+    assert {c.best_loss for c in find_complete([tmp_path], best=True)} == {1.5}
+    assert [c.record.step + 1 for c in find_complete([tmp_path])] == [50] * NUM_STAGES
+
+
+def test_of_several_peers_bests_the_lowest_that_is_complete_is_found(tmp_path: Path) -> None:
+    for stage in range(NUM_STAGES):
+        mark_best(write(tmp_path / "a", stage, 10), 2.0)
+        mark_best(write(tmp_path / "b", stage, 20), 1.9)
+    mark_best(write(tmp_path / "c", 0, 30), 1.0)
+    assert {c.record.step + 1 for c in find_complete([tmp_path], best=True)} == {20}
+    with pytest.raises(ConfigError, match="no checkpoint with an evaluation"):
+        find_complete([Path(write(tmp_path / "d", 1, 10)).parents[2]], best=True)

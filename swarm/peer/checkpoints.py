@@ -1,0 +1,80 @@
+"""When a stage peer writes a checkpoint, and which one is the best. Owns no format (`stage/checkpoint.py`)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+from swarm.base.errors import StorageError
+from swarm.net.transport import Progress
+from swarm.peer.link import Link, Refuse, Tasks
+from swarm.peer.stage_member import StageMember
+from swarm.stage.checkpoint import best_loss, mark_best, stage_directory, write_checkpoint
+from swarm.stage.executor import Priority
+from swarm.stage.versions import StageState
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The first `checkpoint_copies` members of the stage write them; a full disk is one error, and training goes on."""
+
+    def __init__(self, link: Link, member: StageMember, tasks: Tasks, state_dir: Path | None) -> None:
+        self._member = member
+        self._tasks = tasks
+        self._state_dir = state_dir
+        member.on_commit.append(self._on_commit)
+        link.register(m.Evaluated, self._on_evaluated)
+
+    def _writes(self, record: m.CommitRecord) -> bool:
+        config, member = self._member.config, self._member
+        writers = [x.key for x in record.members[member.stage] if x.ready][: config.checkpoint_copies]
+        return self._state_dir is not None and member.me.key in writers and member.versions.newest.head == record.head
+
+    def _on_commit(self, record: m.CommitRecord) -> None:
+        config = self._member.config
+        due = record.step + 1 == config.total_steps or (
+            config.checkpoint_every > 0 and (record.step + 1) % config.checkpoint_every == 0
+        )
+        if record.step >= 0 and due and self._writes(record):
+            state = self._member.versions.state()
+            self._tasks.start(self._write(state, None), f"checkpoint of step {record.step + 1}")
+
+    async def _on_evaluated(self, message: m.Evaluated, frame: Frame, progress: Progress) -> m.Ack:
+        """Nothing trains during an evaluation, so the head it was of is the newest."""
+        member = self._member
+        record = member.record
+        if record is None or record.head != message.head:
+            raise Refuse("ahead", "this peer is at another head", record=record)
+        if math.isfinite(message.loss) and self._writes(record):
+            self._tasks.start(self._write(member.versions.state(), message.loss), f"best checkpoint {message.step}")
+        return m.Ack()
+
+    async def _write(self, state: StageState, loss: float | None) -> None:
+        """Write `state` unless it is on disk; with a `loss` lower than any before, mark it as the best."""
+        member, root = self._member, self._state_dir
+        assert root is not None
+
+        def job() -> Path | None:
+            directory = stage_directory(root, member.stage)
+            if loss is not None:
+                best = best_loss(directory)
+                if best is not None and best[1] <= loss:
+                    return None
+            path = write_checkpoint(
+                root, member.stage, state, member.compute.layout, member.config, config_bytes=member.context.config_bytes
+            )
+            if loss is not None:
+                mark_best(path, loss)
+            return path
+
+        try:
+            path = (await member.background.run(job, Priority.EVALUATION)).value
+        except StorageError as error:
+            logger.error("%s; training goes on", error)
+        else:
+            if path is not None:
+                logger.info("checkpoint %s%s", path, "" if loss is None else f", the best so far: {loss:.4f}")

@@ -1,0 +1,110 @@
+"""Predicted throughput of peers that are spread over stages: the least of the stages' summed rates. Pure.
+
+Every micro-batch passes one peer of every stage, so the slowest stage is the swarm's pace (SWARM, arXiv 2301.11913,
+section 3.2). Placement, rebalancing and the simulated experiment predict with this module alone. Must not know where the
+figures come from.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Key = tuple[str, str]
+#: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
+ASSUMED_BANDWIDTH = 12.5e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """What a stage asks of each of its peers."""
+
+    #: One ticket through a peer's link in the busier direction, in bytes; 0 if not known.
+    ticket_bytes: float = 0.0
+    #: Parameters and optimizer state: what a peer downloads before it serves, and must hold.
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One peer as the policies see it."""
+
+    key: Key
+    #: That it serves, or downloads the state of.
+    stage: int
+    #: Measured compute seconds per ticket, by the stage where they were measured.
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    #: Of its link, in bytes/s; None if not measured, which is not zero.
+    bandwidth: float | None = None
+    #: Memory left for another stage's state, in bytes; None if not known.
+    room_bytes: int | None = None
+    #: Queue + utilisation: tickets that wait on average, and the part of the time in which it computes.
+    load: float = 0.0
+    #: It serves now; else it downloads, and may neither be moved nor counted as a holder.
+    ready: bool = True
+
+
+class Rate(NamedTuple):
+    """Tickets per second, and what bounds them."""
+
+    tickets_per_s: float
+    bound: Literal["compute", "network"]
+
+
+class Swarm:
+    """One snapshot: what the stages ask for, and who serves them."""
+
+    def __init__(self, stages: Sequence[StageWork], workers: Iterable[Worker]) -> None:
+        self.stages = tuple(stages)
+        self.workers = tuple(workers)
+        known = [s for worker in self.workers for s in worker.seconds.values()]
+        #: Seconds per ticket of a peer that was never measured.
+        self.typical_s = statistics.median(known) if known else 1.0
+        links = [worker.bandwidth for worker in self.workers if worker.bandwidth]
+        self.typical_bandwidth = statistics.median(links) if links else ASSUMED_BANDWIDTH
+
+    def seconds(self, worker: Worker, stage: int) -> float:
+        """Compute per ticket at `stage`: measured there, else where it serves now, else anywhere, else the typical."""
+        for known in (stage, worker.stage):
+            if known in worker.seconds:
+                return worker.seconds[known]
+        return statistics.median(worker.seconds.values()) if worker.seconds else self.typical_s
+
+    def rate(self, worker: Worker, stage: int) -> Rate:
+        """Transfers overlap with compute, so the slower of the two bounds the rate."""
+        compute_s, work = self.seconds(worker, stage), self.stages[stage]
+        network_s = work.ticket_bytes / worker.bandwidth if worker.bandwidth else 0.0
+        return Rate(1.0 / max(compute_s, network_s), "network" if network_s > compute_s else "compute")
+
+    def transfer_s(self, worker: Worker, stage: int) -> float:
+        """The download of the state of `stage`."""
+        return self.stages[stage].state_bytes / (worker.bandwidth or self.typical_bandwidth)
+
+    def fits(self, worker: Worker, stage: int) -> bool:
+        return worker.room_bytes is None or self.stages[stage].state_bytes <= worker.room_bytes
+
+    def stage_rates(self, assignment: Mapping[Key, int | None]) -> list[float]:
+        """Tickets per second of every stage. `assignment` says where a peer is instead; None: nowhere."""
+        rates = [0.0] * len(self.stages)
+        for worker in self.workers:
+            stage = assignment.get(worker.key, worker.stage)
+            if stage is not None:
+                rates[stage] += self.rate(worker, stage).tickets_per_s
+        return rates
+
+    def throughput(self, assignment: Mapping[Key, int | None]) -> float:
+        """Tickets per second of the whole swarm."""
+        return min(self.stage_rates(assignment))
+
+    def bound_of(self, stage: int) -> Literal["compute", "network"]:
+        """What bounds the larger part of a stage's rate."""
+        rates = [self.rate(worker, stage) for worker in self.workers if worker.stage == stage]
+        network = sum(rate.tickets_per_s for rate in rates if rate.bound == "network")
+        return "network" if 2 * network > sum(rate.tickets_per_s for rate in rates) else "compute"
+
+    def load_of(self, stage: int) -> float:
+        """Mean load of the peers that serve a stage."""
+        loads = [worker.load for worker in self.workers if worker.stage == stage and worker.ready]
+        return statistics.fmean(loads) if loads else 0.0

@@ -17,7 +17,7 @@ import torch
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.policy.shares import bounds
-from swarm.stage.digest import digest_of
+from swarm.stage.digest import digest_and_squares
 from swarm.wire.messages import Member, Seal, Term
 
 
@@ -166,10 +166,6 @@ class Round:
         await asyncio.gather(*(one(j) for j in range(len(self.members))))
         if reasons:
             raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
-        digest, sum_squares = await self._run_job(lambda: (digest_of([flat]), sum_of_squares(flat)))
+        digest, sum_squares = await self._run_job(lambda: digest_and_squares(flat))
         return Average(self.term, self.seals, flat, digest, sum_squares)
 
-
-def sum_of_squares(flat: torch.Tensor) -> float:
-    """In fp64, without a temporary of the tensor's size."""
-    return sum(float(torch.dot(part, part)) for part in (chunk.double() for chunk in flat.split(2**16)))

@@ -250,7 +250,7 @@ class Trainer:
         else:
             self._done[ticket] = accumulated
             if self._fixed is None:
-                self._control.completed(asyncio.get_running_loop().time())
+                self._control.completed(asyncio.get_running_loop().time(), in_flight=len(self._running))
         finally:
             self._running.pop(ticket, None)
             self._avoid.pop(ticket, None)

@@ -1,10 +1,12 @@
-"""Digests of tensors: SHA-256 over their bytes, and a fast checksum for the whole state at every step."""
+"""Digests of tensors: SHA-256 over their bytes, sums of squares, and a fast checksum for the whole state at every step."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +14,12 @@ import torch
 #: 64-bit lanes that the checksum folds a tensor into.
 _LANES = 4096
 _PIECE_BYTES = 2**26
-_HASHING_THREADS = 4
+#: Elements whose squares are summed at a time: the fp64 copy stays in a CPU's cache.
+_SQUARED_ELEMENTS = 2**15
+#: Threads for large tensors; other peers of this machine need cores too.
+_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+
+T = TypeVar("T")
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -24,21 +31,41 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
     SHA-256 over the SHA-256 of each piece of `_PIECE_BYTES`, so that large tensors are hashed by several threads.
     """
-    pieces = [
-        data[start : start + _PIECE_BYTES]
-        for data in (_bytes(tensor) for tensor in tensors)
-        for start in range(0, data.size, _PIECE_BYTES)
-    ]
-    if len(pieces) > 1:
-        with ThreadPoolExecutor(min(_HASHING_THREADS, len(pieces)), "digest") as pool:
-            digests = list(pool.map(_sha256, pieces))
-    else:
-        digests = [_sha256(piece) for piece in pieces]
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+    pieces = [piece for tensor in tensors for piece in _pieces(_bytes(tensor))]
+    return hashlib.sha256(b"".join(_on_threads(_sha256, pieces))).hexdigest()
+
+
+def digest_and_squares(flat: torch.Tensor) -> tuple[str, float]:
+    """`digest_of([flat])`, and the sum of squares in fp64 of its elements [N] (fp32 or fp64, on the CPU)."""
+    dtype = flat.numpy().dtype
+
+    def one(piece: np.ndarray) -> tuple[bytes, float]:
+        return _sha256(piece), _squares(piece.view(dtype))
+
+    results = _on_threads(one, _pieces(_bytes(flat)))
+    squares = float(sum(squares for _, squares in results))
+    return hashlib.sha256(b"".join(sha for sha, _ in results)).hexdigest(), squares
+
+
+def _pieces(data: np.ndarray) -> list[np.ndarray]:
+    return [data[start : start + _PIECE_BYTES] for start in range(0, data.size, _PIECE_BYTES)]
+
+
+def _on_threads(job: Callable[[np.ndarray], T], pieces: list[np.ndarray]) -> list[T]:
+    if len(pieces) < 2 or _THREADS < 2:
+        return [job(piece) for piece in pieces]
+    with ThreadPoolExecutor(min(_THREADS, len(pieces)), "digest") as pool:
+        return list(pool.map(job, pieces))
 
 
 def _sha256(data: np.ndarray) -> bytes:
     return hashlib.sha256(data.data).digest()
+
+
+def _squares(values: np.ndarray) -> float:
+    """Part by part in order, so that replicas get the same number."""
+    parts = (values[i : i + _SQUARED_ELEMENTS] for i in range(0, values.size, _SQUARED_ELEMENTS))
+    return float(sum(np.square(part, dtype=np.float64).sum() for part in parts))
 
 
 def checksum_of(tensors: Iterable[torch.Tensor]) -> str:

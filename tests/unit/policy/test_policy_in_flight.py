@@ -89,3 +89,29 @@ def test_small_losses_do_not_add_up() -> None:
         now += (1 + 4 / control.limit**1.5) / 30
         limits.append(control.completed(now))
     assert min(1 / (1 + 4 / limit**1.5) for limit in limits[-10_000:]) > 0.88
+
+
+def test_time_in_which_the_limit_did_not_bind_is_not_counted() -> None:
+    """Between steps a trainer may have nothing to do: that says nothing about the limit."""
+    control = InFlightControl(limit=4)
+    now = 0.0
+    for number in range(20_000):
+        pause = 50.0 if number % 16 == 0 else 0.0
+        now += LATENCY_S / min(control.limit, 12) + pause
+        control.completed(now, in_flight=1 if pause else control.limit)
+    assert 9 <= control.limit <= 20
+
+
+def test_the_knee_costs_little_to_keep() -> None:
+    control = InFlightControl(limit=6)
+    simulate(control, knee=12, num=5000)
+    limits = simulate(control, knee=12, num=20_000, start=1e6)
+    assert sum(min(limit, 12) for limit in limits) / len(limits) >= 0.99 * 12
+
+
+def test_a_long_latency_is_filled_within_a_few_windows() -> None:
+    """From 6 to 160 in flight: with equal steps of an eighth that would take 28 windows."""
+    control = InFlightControl(limit=6)
+    limits = simulate(control, knee=160, num=3000)
+    windows = [limit for before, limit in zip(limits, limits[1:], strict=False) if limit != before]
+    assert max(windows[:14]) >= 140

@@ -199,6 +199,7 @@ class Coordinator:
         reopened = 0
         while True:
             await self._collect_tickets(step)
+            complete_at = reign.now
             reign.waiting_for = f"seals of step {step}"
             gathered = await self._leads.gather_all(step, freeze=True)
             coverages = [coverage_of(seals) for seals in gathered]
@@ -219,12 +220,18 @@ class Coordinator:
             for peer in sorted({peer for coverage in coverages for peer in coverage.blamed}):
                 logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
             reign.waiting_for = f"averages of step {step}"
+            sealed_at = reign.now
             results = await self._leads.average_all(step, gathered)
             if results is None or not self._enough(results):
                 reopened += 1
                 await reign.wait(0.05)
                 continue
+            averaged_at = reign.now
             await self._commit(results, reopened=reopened)
+            logger.debug(
+                "step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s", step, sealed_at - complete_at,
+                averaged_at - sealed_at, reign.now - averaged_at,
+            )  # fmt: skip
             return
 
     async def _collect_tickets(self, step: int) -> None:

@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 8
 
 
+def _averaged(average_s: float, new_s: float) -> float:
+    """Moving average; 0 is none yet."""
+    return new_s if average_s == 0 else 0.9 * average_s + 0.1 * new_s
+
+
 class TicketFailed(SwarmError):
     """A ticket cannot be computed by anyone: model or data are at fault, and the run would never end."""
 
@@ -68,6 +73,11 @@ class Trainer:
         self._first_step: int | None = None
         self._last_commit_at = 0.0
         self._running: dict[Ticket, asyncio.Task[None]] = {}
+        #: Leased tickets that wait until one in flight is done: as many as finish while a question for work is answered.
+        self._reserve: list[Ticket] = []
+        #: Seconds that a question to the coordinator and a ticket take, averaged; 0 until known.
+        self._ask_s = 0.0
+        self._ticket_s = 0.0
         self._done: dict[Ticket, bool] = {}
         #: Peers that found a ticket's numbers not finite: others are asked for a second opinion.
         self._avoid: dict[Ticket, frozenset[str]] = {}
@@ -152,7 +162,7 @@ class Trainer:
             run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
             known_step=self.record.step if self.record is not None else -2,
             known_era=self.record.era if self.record is not None else 0, done=tuple(done.items()),
-            holding=tuple(self._running), want=want, retries=self._retries, evaluated=evaluated, leaving=leaving,
+            holding=(*self._running, *self._reserve), want=want, retries=self._retries, evaluated=evaluated, leaving=leaving,
         )  # fmt: skip
         timing = self.config.timing
         leased, _ = await self.link.ask(coordinator, request, m.Leased, stall_s=timing.coordinator_s + timing.heartbeat_s)
@@ -166,7 +176,7 @@ class Trainer:
     async def _poll_loop(self) -> None:
         """Ask for as much work as may be in flight; the coordinator holds the question open until there is some."""
         while True:
-            want = self.limit - len(self._running)
+            want = self.limit + self._ahead - len(self._running) - len(self._reserve)
             if want <= 0 or self.finished or self._stopping:
                 self._wake.clear()
                 await self._wake.wait()
@@ -184,11 +194,21 @@ class Trainer:
             self.waiting_for = leased.waiting_for
             record = self.record
             self._avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
-            for ticket in leased.tickets:
-                if ticket not in self._running and record is not None:
-                    self._running[ticket] = self._tasks.start(self._serve(ticket), f"ticket {tuple(ticket)}", vital=True)
+            if record is not None:
+                self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
+            self._start_tickets()
             if leased.evaluate and record is not None:
                 await self._evaluate(record)
+
+    @property
+    def _ahead(self) -> int:
+        """Tickets to lease beyond those in flight, so that a distant coordinator leaves no gap between two."""
+        return min(self.limit, round(self.limit * self._ask_s / self._ticket_s)) if self._ticket_s > 0 else 0
+
+    def _start_tickets(self) -> None:
+        while self._reserve and len(self._running) < self.limit and not self._ended.is_set():
+            ticket = self._reserve.pop(0)
+            self._running[ticket] = self._tasks.start(self._serve(ticket), f"ticket {tuple(ticket)}", vital=True)
 
     async def _pause(self, error: Exception) -> None:
         self.waiting_for = f"a coordinator ({error})"
@@ -206,11 +226,15 @@ class Trainer:
             self._report.clear()
             if not self._done and self._evaluated is None:
                 continue
+            loop = asyncio.get_running_loop()
+            began = loop.time()
             try:
                 await self._lease()
             except (LinkError, RemoteError):
                 await asyncio.sleep(0.2)
                 self._report.set()
+            else:
+                self._ask_s = _averaged(self._ask_s, loop.time() - began)
 
     def _take(self, leased: m.Leased) -> None:
         loop = asyncio.get_running_loop()
@@ -225,6 +249,7 @@ class Trainer:
             set_back = known is not None and (record.era > known.era or record.step <= known.step)
             for ticket in [t for t in self._running if t.step <= record.step or set_back]:
                 self._running[ticket].cancel()
+            self._reserve = [t for t in self._reserve if t.step > record.step and not set_back]
             if set_back:
                 logger.error("the run was set back to step %d", record.step + 1)
                 self._done.clear()
@@ -243,17 +268,21 @@ class Trainer:
 
     async def _serve(self, ticket: Ticket) -> None:
         """One leased ticket: sent again on new routes until it is back or its step has committed."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             accumulated = await self._train(ticket)
         except Refuse as refused:
             logger.warning("ticket %s given up: %s", tuple(ticket), refused)
         else:
             self._done[ticket] = accumulated
+            self._ticket_s = _averaged(self._ticket_s, loop.time() - began)
             if self._fixed is None:
-                self._control.completed(asyncio.get_running_loop().time(), in_flight=len(self._running))
+                self._control.completed(loop.time(), in_flight=len(self._running))
         finally:
             self._running.pop(ticket, None)
             self._avoid.pop(ticket, None)
+            self._start_tickets()
             self._report.set()
             self._wake.set()
 

@@ -20,8 +20,9 @@ class InFlightControl:
 
     A trial lasts one window. More in flight are kept if they gain at least `gain`, and the next trial goes up again, by
     a step twice as large if throughput grew nearly as the number did; fewer are kept if they lose less than half of
-    `gain` against the rate at which steps down began, so that small losses do not add up. Between trials the limit rests, longer each time that trials in both directions were in vain: a
-    trial with too few costs throughput. Time in which the limit did not bind is not counted.
+    `gain` against the rate at which steps down began, so that small losses do not add up. Between trials the limit
+    rests, longer each time that trials in both directions were in vain: a trial with too few costs throughput. Time in
+    which the limit did not bind is not counted.
     Bounded by `lowest..highest`.
     """
 
@@ -39,7 +40,8 @@ class InFlightControl:
     _best: int = 0
     _rate: float | None = None
     _top: float = 0.0
-    #: Direction and length (as a part of the limit) of the next trial, windows to rest before it, and how long the next rest will be.
+    #: Direction and length (as a part of the limit) of the next trial, windows to rest before it, how many the next
+    #: rest will have, and trials in vain in a row.
     _direction: int = 1
     _stride: float = _SMALLEST_STRIDE
     _wait: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -113,5 +114,5 @@ def test_a_long_latency_is_filled_within_a_few_windows() -> None:
     """From 6 to 160 in flight: with equal steps of an eighth that would take 28 windows."""
     control = InFlightControl(limit=6)
     limits = simulate(control, knee=160, num=3000)
-    windows = [limit for before, limit in zip(limits, limits[1:], strict=False) if limit != before]
+    windows = [limit for before, limit in itertools.pairwise(limits) if limit != before]
     assert max(windows[:14]) >= 140

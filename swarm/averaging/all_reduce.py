@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
-from swarm.policy.shares import bounds
+from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.digest import digest_and_squares
 from swarm.wire.messages import Member, Seal, Term
 
@@ -57,8 +57,15 @@ class Round:
 
     def __init__(
         self, term: Term, seals: Sequence[Seal], me: tuple[str, str], contribution: torch.Tensor | None, *,
-        num_elements: int, dtype: torch.dtype, run_job: RunJob = _at_once,
+        num_elements: int, dtype: torch.dtype, shares: Sequence[int] = (), run_job: RunJob = _at_once,
     ) -> None:  # fmt: skip
+        """
+        Raises:
+            ValueError: if `shares` (elements that each member reduces; equal if empty) do not fit the members.
+        """
+        shares = shares or hagenbach_bischoff(num_elements, [1.0] * len(seals))
+        if len(shares) != len(seals) or sum(shares) != num_elements:
+            raise ValueError(f"{len(shares)} shares of {sum(shares)} elements for {len(seals)} members and {num_elements}")
         self.term = term
         self.seals = tuple(seals)
         self.members = [seal.member for seal in seals]
@@ -68,7 +75,7 @@ class Round:
         self._dtype = dtype
         self._run_job = run_job
         self._summing: asyncio.Task[None] | None = None
-        self._bounds = bounds(num_elements, [1.0] * len(seals))
+        self._bounds = bounds(shares)
         self._parts: dict[int, torch.Tensor | None] = {self.me: self._part(self.me)}
         self._reduced: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
         self._reduced.add_done_callback(lambda f: f.cancelled() or f.exception())  # failure may have no waiter
@@ -144,6 +151,8 @@ class Round:
         async def one(j: int) -> None:
             nonlocal flat
             start, end = self._bounds[j]
+            if start == end:
+                return  # it reduces nothing
             try:
                 reduced = await (asyncio.shield(self._reduced) if j == self.me else exchange(j, self._part(j)))
                 if reduced.shape != (end - start,) or reduced.dtype != self._dtype:

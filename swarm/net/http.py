@@ -9,8 +9,12 @@ size by its `Content-Length` (there must be one), the sum of all requests by `ma
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import socket
+import struct
+import termios
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -35,6 +39,7 @@ from swarm.net.exchange import (
 )
 from swarm.net.ports import bind_tcp
 from swarm.net.transport import Handler, Progress, Transport
+from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import MAX_BODY_BYTES, PREFIX, Frame, decode_header, decode_prefix, split_body
 from swarm.wire.messages import Heartbeat, Refusal
 
@@ -113,6 +118,16 @@ class HttpTransport(Transport):
         self._session: aiohttp.ClientSession | None = None
         self._exchanges: dict[asyncio.Task[Frame], None] = {}
         self._closed = False
+        super().__init__()
+        self.upload = Meter(self._unsent)
+        #: Sockets that requests leave by.
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def _unsent(self) -> int:
+        """Bytes that were handed to the kernel and that no other end has acknowledged."""
+        accepted = self._server.connections if self._server is not None else []
+        sockets = [c.transport.get_extra_info("socket") for c in accepted if c.transport is not None]
+        return sum(_queued(sock.fileno()) for sock in (*sockets, *self._sockets))
 
     @property
     def address(self) -> Address:
@@ -157,7 +172,7 @@ class HttpTransport(Transport):
         if self._closed:
             raise Unreachable(f"{what}: this peer's transport is closed")
         patience = Patience(stall_s=stall_s, window_s=self._moving_s)
-        upload = _Upload(parts_of(request), patience, progress or Progress())
+        upload = _Upload(parts_of(request), patience, progress or Progress(), self.upload)
         exchange = asyncio.create_task(self._exchange(address, upload, patience, progress or Progress(), what))
         self._exchanges[exchange] = None
         try:
@@ -199,8 +214,9 @@ class HttpTransport(Transport):
         """Read frames until the first that is no heartbeat."""
         loop = asyncio.get_running_loop()
         reader = _FrameReader(
-            response.content, patience, progress, max_body_bytes=self._max_body_bytes, allocate=self.allocate
-        )
+            response.content, patience, progress, max_body_bytes=self._max_body_bytes, allocate=self.allocate,
+            meter=self.download,
+        )  # fmt: skip
         counter = 0
         while True:
             frame = await reader.read()
@@ -216,7 +232,7 @@ class HttpTransport(Transport):
             connector = aiohttp.TCPConnector(
                 limit=0,
                 keepalive_timeout=CLIENT_KEEPALIVE_S,
-                socket_factory=lambda info: _impatient(socket.socket(*info[:3]), self._moving_s),
+                socket_factory=lambda info: self._socket(info),
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
@@ -227,13 +243,18 @@ class HttpTransport(Transport):
             )
         return self._session
 
+    def _socket(self, info: tuple[Any, ...]) -> socket.socket:
+        sock = _impatient(socket.socket(*info[:3]), self._moving_s)
+        self._sockets.add(sock)
+        return sock
+
     # -------------------------------------------------------------------------------------------- serving
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.serve(True)
-        reply = _Reply(request, self._moving_s)
+        reply = _Reply(request, self._moving_s, self.upload)
         try:
             await self._answer(request, reply)
         except _Refused as refused:
@@ -256,7 +277,7 @@ class HttpTransport(Transport):
             patience = Patience(stall_s=self._moving_s, window_s=self._moving_s)
             reader = _FrameReader(
                 request.content, patience, progress, max_body_bytes=self._admission.max_body_bytes,
-                allocate=self.allocate,
+                allocate=self.allocate, meter=self.download,
             )  # fmt: skip
             received = asyncio.Event()
             loop = asyncio.get_running_loop()
@@ -305,7 +326,8 @@ class HttpTransport(Transport):
 class _Upload:
     """The body of one request: chunks of its parts, uncopied, counted as they leave."""
 
-    def __init__(self, parts: Sequence[memoryview], patience: Patience, progress: Progress) -> None:
+    def __init__(self, parts: Sequence[memoryview], patience: Patience, progress: Progress, meter: Meter) -> None:
+        self._meter = meter
         self._parts = parts
         self._patience = patience
         self._progress = progress
@@ -315,10 +337,15 @@ class _Upload:
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         loop = asyncio.get_running_loop()
         self._patience.open(loop.time())
-        for chunk in chunks_of(self._parts):
-            yield chunk
-            self._patience.moved(loop.time(), len(chunk))
-            self._progress.moved(len(chunk))
+        self._meter.opened(loop.time())
+        try:
+            for chunk in chunks_of(self._parts):
+                yield chunk
+                self._patience.moved(loop.time(), len(chunk))
+                self._progress.moved(len(chunk))
+                self._meter.moved(loop.time(), len(chunk))
+        finally:
+            self._meter.closed(loop.time())
         self._patience.shut(loop.time())
         self.complete = True
 
@@ -328,9 +355,10 @@ class _FrameReader:
 
     def __init__(
         self, content: aiohttp.StreamReader, patience: Patience, progress: Progress, *, max_body_bytes: int,
-        allocate: Callable[[int], memoryview],
+        allocate: Callable[[int], memoryview], meter: Meter,
     ) -> None:  # fmt: skip
         self._allocate = allocate
+        self._meter = meter
         self._content = content
         self._patience = patience
         self._progress = progress
@@ -366,23 +394,32 @@ class _FrameReader:
         """Exactly `num_bytes`; they count as movement unless they may belong to a heartbeat that says nothing new."""
         buffer = self._allocate(num_bytes)
         filled = 0
-        while filled < num_bytes:
-            chunk = await self._content.read(num_bytes - filled)
-            if not chunk:
-                raise RemoteProtocolError(f"a frame ended {num_bytes - filled} bytes early")
-            buffer[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
+        if counts:
+            self._meter.opened(self._loop.time())
+        try:
+            while filled < num_bytes:
+                chunk = await self._content.read(num_bytes - filled)
+                if not chunk:
+                    raise RemoteProtocolError(f"a frame ended {num_bytes - filled} bytes early")
+                buffer[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
+                if counts:
+                    now = self._loop.time()
+                    self._patience.moved(now, len(chunk))
+                    self._progress.moved(len(chunk))
+                    self._meter.moved(now, len(chunk))
+        finally:
             if counts:
-                self._patience.moved(self._loop.time(), len(chunk))
-                self._progress.moved(len(chunk))
+                self._meter.closed(self._loop.time())
         return buffer
 
 
 class _Reply:
     """The answer to one request; HTTP headers leave with the first frame."""
 
-    def __init__(self, request: web.BaseRequest, moving_s: float) -> None:
+    def __init__(self, request: web.BaseRequest, moving_s: float, meter: Meter) -> None:
         self._request = request
+        self._meter = meter
         self._moving_s = moving_s
         self.response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         self.response.enable_chunked_encoding()
@@ -406,8 +443,14 @@ class _Reply:
         if sum(len(part) for part in parts) <= _ONE_WRITE_BYTES:
             await self.response.write_eof(b"".join(parts))
             return
-        for chunk in chunks_of(parts):
-            await self._write(chunk)
+        loop = asyncio.get_running_loop()
+        self._meter.opened(loop.time())
+        try:
+            for chunk in chunks_of(parts):
+                await self._write(chunk)
+                self._meter.moved(loop.time(), len(chunk))
+        finally:
+            self._meter.closed(loop.time())
         async with asyncio.timeout(self._moving_s):
             await self.response.write_eof()
 
@@ -493,6 +536,14 @@ class _Connection(web.RequestHandler):
         if self._headers_due is not None:
             self._headers_due.cancel()
             self._headers_due = None
+
+
+def _queued(fd: int) -> int:
+    """Bytes in a socket's send queue that are not acknowledged; 0 if it is closed or the system does not tell."""
+    try:
+        return struct.unpack("i", fcntl.ioctl(fd, termios.TIOCOUTQ, b"\0" * 4))[0]
+    except (OSError, ValueError):
+        return 0
 
 
 def _impatient(sock: Any, moving_s: float) -> Any:

@@ -295,15 +295,28 @@ class MemoryNetwork:
     async def _transfer(self, source: Address, target: Address, num_bytes: int, exchange: _Exchange) -> None:
         """Move a message's bytes at the link's rate, counting them at the caller while both ends are awake."""
         link = self._link(source, target)
+        sender, receiver = exchange.caller, exchange.server
+        if source != sender.address:
+            sender, receiver = receiver, sender
+        loop = asyncio.get_running_loop()
+        meters = (sender.upload, receiver.download) if math.isfinite(link.bytes_per_s) else ()
         exchange.transfer(True)
+        for meter in meters:
+            meter.opened(loop.time())
         left = num_bytes
-        while left > 0:
-            piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
-            await asyncio.sleep(piece / link.bytes_per_s)
-            await self._passable(source, target)
-            if target not in self._paused:
-                exchange.moved(piece)
-            left -= piece
+        try:
+            while left > 0:
+                piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
+                await asyncio.sleep(piece / link.bytes_per_s)
+                await self._passable(source, target)
+                if target not in self._paused:
+                    exchange.moved(piece)
+                for meter in meters:
+                    meter.moved(loop.time(), piece)
+                left -= piece
+        finally:
+            for meter in meters:
+                meter.closed(loop.time())
         exchange.transfer(False)
 
     async def _passable(self, source: Address, target: Address) -> None:
@@ -358,6 +371,7 @@ class MemoryTransport(Transport):
         max_inflight_bytes: int = 2 * MAX_BODY_BYTES,
         max_open_requests: int = 1024,
     ) -> None:
+        super().__init__()
         self._network = network
         self._address = address
         self._connect_s = connect_s

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import numpy
 
 from swarm.base.ids import Address
+from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import Frame
 
 
@@ -58,6 +59,11 @@ class Transport(abc.ABC):
 
     #: Gives writable memory for a body that comes in: a peer whose device copies from pinned memory sets its own.
     allocate: Callable[[int], memoryview] = staticmethod(pageable)
+
+    def __init__(self) -> None:
+        #: What this peer's link carries, measured on the bodies that it sends and receives.
+        self.upload = Meter()
+        self.download = Meter()
 
     @property
     @abc.abstractmethod

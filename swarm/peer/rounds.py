@@ -61,6 +61,9 @@ class Rounds:
             return m.Reduced(reason=f"no average within {self._member.config.timing.average_s:g} s")
         if ledger.term.order != message.term.order or ledger.state != "averaging":
             return m.Reduced(reason="a newer attempt began")
+        transport = self._link.context.transport
+        transport.upload.end_round()
+        transport.download.end_round()
         # Invariant: the average is held before the leader hears of it.
         state.average = average
         ledger.move("hold")
@@ -91,11 +94,14 @@ class Rounds:
             contribution = await self._in_background(lambda: on_host(sealed))
         if ledger.term.order != message.term.order or ledger.state != "averaging":
             raise RoundFailed("a newer attempt began")
-        state.round = Round(
-            message.term, message.seals, self._member.me.key, contribution,
-            num_elements=self._member.compute.layout.num_elements, dtype=self._member.compute.master_dtype,
-            run_job=self._in_background,
-        )  # fmt: skip
+        try:
+            state.round = Round(
+                message.term, message.seals, self._member.me.key, contribution,
+                num_elements=self._member.compute.layout.num_elements, dtype=self._member.compute.master_dtype,
+                shares=message.shares, run_job=self._in_background,
+            )  # fmt: skip
+        except ValueError as error:
+            raise RoundFailed(str(error)) from None
         state.changed.set()
         return state.round
 

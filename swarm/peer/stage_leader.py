@@ -14,6 +14,7 @@ from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.peer.round_shares import RoundShares
 from swarm.peer.stage_member import StageMember
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -28,6 +29,7 @@ class StageLeader:
         self._link = link
         self._member = member
         self._books: dict[int, ClaimBook] = {}
+        self.shares = RoundShares(member.stage)
         #: Set, and replaced, when a collection has ended.
         self._collected = asyncio.Event()
         link.register(m.Claim, self._on_claim)
@@ -106,6 +108,7 @@ class StageLeader:
         book.struck |= struck
         book.is_collected = False
         self._books[message.step] = book
+        self.shares.keep(message.members)
         asked = [x for x in message.members if x.key not in book.struck]
         seals = [s for s in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if s is not None]
         if self._books.get(message.step) is not book:
@@ -134,6 +137,7 @@ class StageLeader:
             error = failure
         else:
             if reply.seal.member.key == target.key:
+                self.shares.heard(reply)
                 return reply.seal
             error = RemoteError("another incarnation answers there")
         book.strike(target)
@@ -158,7 +162,8 @@ class StageLeader:
         self._member.accept_ballot(message.term.ballot)
         progress.follow(lambda: self._member.background.finished)
         targets = [seal.member for seal in message.seals]
-        replies = await self._reduce_all(message, targets, progress)
+        shares = self.shares.of(message.seals, self._member.compute.layout.num_elements)
+        replies = await self._reduce_all(message, targets, shares, progress)
         holders: dict[str, list[m.Member]] = {}
         suspects: Counter[tuple[str, str]] = Counter()
         reasons: list[str] = []
@@ -190,10 +195,10 @@ class StageLeader:
         return m.Averaged(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
 
     async def _reduce_all(
-        self, message: m.Average, targets: list[m.Member], progress: Progress
+        self, message: m.Average, targets: list[m.Member], shares: tuple[int, ...], progress: Progress
     ) -> list[m.Reduced | Exception]:
         """Every member's reply; once one has failed the others get `request_s` to end, since most cannot any more."""
-        tasks = [asyncio.ensure_future(self._reduce(message, x, progress)) for x in targets]
+        tasks = [asyncio.ensure_future(self._reduce(message, x, shares, progress)) for x in targets]
         try:
             waiting = set(tasks)
             while waiting and not any(t.done() and not _holds(t.result()) for t in tasks):
@@ -207,9 +212,11 @@ class StageLeader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _reduce(self, message: m.Average, target: m.Member, progress: Progress) -> m.Reduced | Exception:
+    async def _reduce(
+        self, message: m.Average, target: m.Member, shares: tuple[int, ...], progress: Progress
+    ) -> m.Reduced | Exception:
         request = m.Reduce(
-            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals
+            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares
         )
         try:
             timing = self._link.context.config.timing

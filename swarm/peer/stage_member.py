@@ -196,7 +196,8 @@ class StageMember:
             state.round.fail(RoundFailed("a newer attempt began"))
             state.round = None
         state.average = None
-        return m.Collected(seal=seal)
+        transport = self.context.transport
+        return m.Collected(seal=seal, upload=transport.upload.rate, download=transport.download.rate)
 
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)

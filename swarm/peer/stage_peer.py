@@ -94,6 +94,9 @@ class StagePeer:
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
                 "busy_s": round(served.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,
+                "upload_bytes_per_s": round(self.context.transport.upload.rate or 0),
+                "download_bytes_per_s": round(self.context.transport.download.rate or 0),
+                "shares": self.leader.shares.reason,
             },
             stages=member.record.members if member.record else (),
         )  # fmt: skip

@@ -1,13 +1,184 @@
-"""Which part of the flat gradient each member of a group reduces. Pure.
+"""Which part of the flat gradient each member of a group reduces, from what its link carries. Pure.
 
-Equal shares are the default; rounding to whole elements is by the Hagenbach-Bischoff method, as in DeDLOC's code
-(arXiv 2106.10207).
+The shares that end a round soonest are the optimum of DeDLOC's linear program (arXiv 2106.10207, section 3.2) at given
+roles. Without limits of single links it has a form that needs no solver: every raw or reduced slice of member i travels
+at one rate, so the time of a round in which i reduces the part w_i is `max_i load_i(w_i) / bandwidth_i`, with loads
+linear in w_i, and is found by bisection. `roles.py` holds the program itself, which may also have several members reduce
+the same slice: that helps only if few compute or can be connected to, and is no butterfly. Rounding to whole elements is
+by the Hagenbach-Bischoff method, as in DeDLOC's code.
 """
 
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: Shares by bandwidth are used, and changed, only if they make the round faster by this part.
+WORTH = 0.05
+#: Halvings of an interval: the result is exact to rounding.
+_HALVINGS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reducer:
+    """One member of a round: what it carries per second in each direction (any one unit), and what it takes part in."""
+
+    upload: float
+    download: float
+    #: It has something to average: its ledger holds tickets.
+    computes: bool = True
+    #: It needs the result; an auxiliary, which only reduces, does not.
+    receives: bool = True
+    #: Others can connect to it, so it can reduce.
+    reachable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """`weights` sum to 1; `time` is that of averaging one unit of data (1 / DeDLOC's averaging rate)."""
+
+    weights: tuple[float, ...]
+    time: float
+
+
+class _Loads:
+    """Units that each member sends and receives, `base + slope * weight`, for one averaged unit."""
+
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        computes = np.array([r.computes for r in reducers], dtype=float)
+        receives = np.array([r.receives for r in reducers], dtype=float)
+        upload = np.array([r.upload for r in reducers], dtype=float)
+        download = np.array([r.download for r in reducers], dtype=float)
+        if not (np.all(upload > 0) and np.all(download > 0)):
+            raise ValueError("a bandwidth is not positive: leave the member out, or say that it is unknown")
+        self.reachable = np.array([r.reachable for r in reducers])
+        self.receives = receives
+        # Sent: its own sum but for its slice, and its reduced slice to all others that need it; received: the reverse.
+        self.base = np.stack([computes, receives])
+        self.slope = np.stack([receives.sum() - receives - computes, computes.sum() - computes - receives])
+        self.bandwidth = np.stack([upload, download])
+
+    @property
+    def least_time(self) -> float:
+        """No shares can be faster: what a member carries whatever it reduces, and all bandwidths must carry all loads."""
+        alone = np.where(self.slope == 0, self.base / self.bandwidth, 0.0).max()
+        together = ((self.base.sum(axis=1) + self.slope.min(axis=1)) / self.bandwidth.sum(axis=1)).max()
+        return float(max(alone, together))
+
+    def time(self, weights: np.ndarray) -> float:
+        return float(((self.base + self.slope * weights) / self.bandwidth).max())
+
+    def bounds(self, time: float) -> tuple[np.ndarray, np.ndarray]:
+        """Least and greatest weight of each member with which it is done within `time`; no weight if least > greatest.
+
+        `time` is not below `least_time`.
+        """
+        room = time * self.bandwidth - self.base
+        with np.errstate(divide="ignore", invalid="ignore"):
+            edge = room / self.slope
+        least = np.where(self.slope < 0, edge, 0.0).max(axis=0)
+        greatest = np.where(self.slope > 0, edge, np.inf).min(axis=0)
+        return np.maximum(least, 0.0), np.minimum(greatest, np.where(self.reachable, 1.0, 0.0))
+
+
+def best_shares(reducers: Sequence[Reducer]) -> Shares:
+    """The shares that minimise a round's time; among these the slower members are spared as far as it costs nothing.
+
+    Raises:
+        ValueError: if nobody can reduce, or a bandwidth is not positive.
+    """
+    loads = _Loads(reducers)
+    level = _best_time(loads)
+    least, greatest = loads.bounds(level)
+    greatest = np.maximum(least, greatest)
+    # A member whose link is the bottleneck whatever it reduces decides the time; the rest is shared as if it were not
+    # there: at the lowest time at which the others' greatest weights add up to 1.
+    low_level = 0.0
+    for _ in range(_HALVINGS):
+        middle = (low_level + level) / 2
+        if np.clip(loads.bounds(middle)[1], least, greatest).sum() >= 1.0:
+            level = middle
+        else:
+            low_level = middle
+    weights = np.clip(loads.bounds(level)[1], least, greatest)
+    weights = weights / weights.sum()
+    return Shares(tuple(float(w) for w in weights), loads.time(weights))
+
+
+def best_time(reducers: Sequence[Reducer]) -> float:
+    """The time of `best_shares`, sooner."""
+    return _best_time(_Loads(reducers))
+
+
+def _best_time(loads: _Loads) -> float:
+    if not loads.reachable.any():
+        raise ValueError("nobody of the group can be connected to")
+    if sum(loads.receives) < 2:
+        raise ValueError("fewer than two members need the result")
+    low, high = loads.least_time, loads.time(np.where(loads.reachable, 1.0 / loads.reachable.sum(), 0.0))
+    for _ in range(_HALVINGS):
+        time = (low + high) / 2
+        least, greatest = loads.bounds(time)
+        if (least <= greatest).all() and least.sum() <= 1.0 <= greatest.sum():
+            high = time
+        else:
+            low = time
+    return high
+
+
+def time_of(reducers: Sequence[Reducer], weights: Sequence[float]) -> float:
+    """The time of averaging one unit of data with these shares."""
+    return _Loads(reducers).time(np.array(weights, dtype=float))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one sealed member said of its link in bytes per second (None: not measured yet), and whether it computes."""
+
+    name: str
+    upload: float | None
+    download: float | None
+    computes: bool = True
+
+
+def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = None) -> tuple[tuple[float, ...], str]:
+    """The shares of the next round: by bandwidth where that is worth it, else equal ones; and why.
+
+    A member that has not been measured is taken for a middling one. `previous` are the shares of the same members' last
+    round: they stay unless new ones are faster by `WORTH`.
+    """
+    equal = tuple([1.0 / len(reports)] * len(reports))
+    known_up = [r.upload for r in reports if r.upload is not None]
+    known_down = [r.download for r in reports if r.download is not None]
+    if len(reports) < 3:
+        return equal, "equal: two members send the same whatever they reduce"
+    if not known_up or not known_down:
+        return equal, "equal: no bandwidth has been measured"
+    middle_up, middle_down = statistics.median(known_up), statistics.median(known_down)
+    reducers = [
+        Reducer(
+            upload=middle_up if r.upload is None else r.upload,
+            download=middle_down if r.download is None else r.download, computes=r.computes,
+        )
+        for r in reports
+    ]  # fmt: skip
+    best = best_shares(reducers)
+    if previous is not None and time_of(reducers, previous) <= best.time * (1.0 + WORTH):
+        return tuple(previous), "as before: no others are faster by more than " f"{WORTH:.0%}"
+    gain = time_of(reducers, equal) / best.time
+    if gain <= 1.0 + WORTH:
+        return equal, f"equal: by bandwidth the round would be {gain:.2f} x faster"
+    slowest = min(range(len(reports)), key=lambda i: min(reducers[i].upload, reducers[i].download))
+    slow = min(reducers[slowest].upload, reducers[slowest].download)
+    unknown = sum(r.upload is None or r.download is None for r in reports)
+    return best.weights, (
+        f"by bandwidth: {gain:.2f} x faster than equal ones; the slowest is {reports[slowest].name} with "
+        f"{slow / 1e6:.3g} MB/s" + (f"; {unknown} not measured" if unknown else "")
+    )
 
 
 def hagenbach_bischoff(total: int, weights: Sequence[float]) -> list[int]:
@@ -25,11 +196,11 @@ def hagenbach_bischoff(total: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-def bounds(total: int, weights: Sequence[float]) -> list[tuple[int, int]]:
+def bounds(parts: Sequence[int]) -> list[tuple[int, int]]:
     """`(start, end)` of each member's part."""
     result = []
     start = 0
-    for part in hagenbach_bischoff(total, weights):
+    for part in parts:
         result.append((start, start + part))
         start += part
     return result

@@ -395,10 +395,12 @@ class Collect(Message):
 
 
 class Collected(Message):
-    """One member's seal."""
+    """One member's seal, and what its link was measured to carry (bytes per second; None: not measured yet)."""
 
     kind: Literal["collected"] = "collected"
     seal: Seal
+    upload: Annotated[float, Field(gt=0)] | None = None
+    download: Annotated[float, Field(gt=0)] | None = None
 
 
 class Average(Message):
@@ -430,6 +432,8 @@ class Reduce(Message):
     step: StepField
     term: Term
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    #: How many elements each of them reduces, in this order.
+    shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
 class Reduced(Message):

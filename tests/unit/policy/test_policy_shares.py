@@ -1,14 +1,30 @@
-"""Rounding of shares to whole elements: Hagenbach-Bischoff, against D'Hondt's method seat by seat."""
+"""Shares of a round: METHODS' oracles, DeDLOC's linear program as the slow twin, and rounding to whole elements.
+
+Rounding (Hagenbach-Bischoff) is compared with D'Hondt's method seat by seat.
+"""
 
 from __future__ import annotations
 
+import random
+import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.policy.shares import bounds, hagenbach_bischoff
+from swarm.policy.roles import Candidate, solve
+from swarm.policy.shares import (
+    WORTH,
+    Reducer,
+    Report,
+    best_shares,
+    best_time,
+    bounds,
+    choose_shares,
+    hagenbach_bischoff,
+    time_of,
+)
 
 WEIGHTS = st.lists(st.integers(0, 1000), min_size=1, max_size=12).filter(any)
 
@@ -55,7 +71,7 @@ def test_equal_weights_differ_by_one_element_at_most(total: int, num: int) -> No
 
 @given(st.integers(0, 10_000), WEIGHTS)
 def test_bounds_cover_every_element_once(total: int, weights: list[int]) -> None:
-    spans = bounds(total, [float(w) for w in weights])
+    spans = bounds(hagenbach_bischoff(total, [float(w) for w in weights]))
     assert len(spans) == len(weights)
     assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
     assert spans[-1][1] == total
@@ -66,3 +82,145 @@ def test_bounds_cover_every_element_once(total: int, weights: list[int]) -> None
 def test_weights_without_a_sum_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="positive sum"):
         hagenbach_bischoff(5, weights)
+
+
+# ---------------------------------------------------------------------------------------------------- best shares
+
+
+def both_ways(*bandwidths: float) -> list[Reducer]:
+    return [Reducer(upload=b, download=b) for b in bandwidths]
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "best", "uniform"),
+    [
+        ([1000, 100, 100, 100, 100], 0.010, 0.016),
+        ([200] * 4 + [100] * 8 + [50] * 4, 0.020, 0.0375),
+        ([120, 100, 80], 0.013333, (1 + 1 / 3) / 80),
+    ],
+)
+def test_the_oracles_of_simplified_shares(bandwidths: list[float], best: float, uniform: float) -> None:
+    reducers = both_ways(*bandwidths)
+    shares = best_shares(reducers)
+    assert shares.time == pytest.approx(best, rel=1e-4)
+    assert sum(shares.weights) == pytest.approx(1.0)
+    assert time_of(reducers, [1 / len(reducers)] * len(reducers)) == pytest.approx(uniform, rel=1e-9)
+
+
+def test_the_one_optimum_that_is_unique() -> None:
+    assert best_shares(both_ways(120, 100, 80)).weights == pytest.approx([0.6, 1 / 3, 0.2 / 3])
+
+
+AUXILIARY = {"computes": False, "receives": False}
+
+
+@pytest.mark.parametrize(
+    ("reducers", "rate"),
+    [
+        (both_ways(*[100] * 4), 200 / 3),
+        ([*both_ways(*[100] * 4), Reducer(upload=1000, download=1000, **AUXILIARY)], 100.0),
+        ([*both_ways(*[100] * 4), Reducer(upload=200, download=200, **AUXILIARY)], 250 / 3),
+        ([*both_ways(*[100] * 3), Reducer(upload=100, download=100, reachable=False)], 60.0),
+    ],
+    ids=["all-reduce", "parameter server", "hybrid", "no inbound"],
+)
+def test_the_averaging_rates_of_dedloc(reducers: list[Reducer], rate: float) -> None:
+    assert 1.0 / best_shares(reducers).time == pytest.approx(rate)
+
+
+def members(**rest: object) -> st.SearchStrategy[Reducer]:
+    fields = {name: st.just(value) for name, value in rest.items()}
+    return st.builds(Reducer, upload=st.floats(1, 1000), download=st.floats(1, 1000), **fields)
+
+
+#: Two that compute, and some of: others, one with an empty ledger and an auxiliary, or some that nobody can connect to.
+REDUCERS = st.tuples(
+    st.lists(members(), min_size=2, max_size=3),
+    st.one_of(
+        st.lists(st.one_of(members(computes=False), members(**AUXILIARY)), max_size=2),
+        st.lists(members(reachable=False), max_size=2),
+    ),
+).map(lambda both: [*both[0], *both[1]])
+
+
+@settings(deadline=None, max_examples=30)
+@given(REDUCERS)
+def test_no_shares_are_faster_than_the_linear_program_finds(reducers: list[Reducer]) -> None:
+    """The slow twin: the whole program, with a rate for each pair of members."""
+    candidates = [
+        Candidate(samples_per_s=1, upload=r.upload, download=r.download, holds_replica=r.receives, reachable=r.reachable)
+        for r in reducers
+    ]
+    rate, _ = solve(candidates, [r.computes for r in reducers])
+    shares = best_shares(reducers)
+    assert 1.0 / shares.time == pytest.approx(rate, rel=1e-5)
+    assert best_time(reducers) == pytest.approx(shares.time, rel=1e-9)
+    assert time_of(reducers, shares.weights) == pytest.approx(shares.time, rel=1e-9)
+    assert all(w == 0.0 for w, r in zip(shares.weights, reducers, strict=True) if not r.reachable)
+
+
+def test_a_thousand_peers_take_less_than_a_second() -> None:
+    rng = random.Random(0)
+    reducers = [Reducer(upload=rng.uniform(1, 1e3), download=rng.uniform(1, 1e3)) for _ in range(1000)]
+    began = time.process_time()
+    shares = best_shares(reducers)
+    assert time.process_time() - began < 1.0
+    assert shares.time < time_of(reducers, [1e-3] * 1000)
+
+
+def test_bad_groups_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="nobody of the group can be connected to"):
+        best_shares([Reducer(upload=1, download=1, reachable=False)] * 3)
+    with pytest.raises(ValueError, match="fewer than two members need the result"):
+        best_shares([*both_ways(1), Reducer(upload=1, download=1, **AUXILIARY)])
+    with pytest.raises(ValueError, match="a bandwidth is not positive"):
+        best_shares(both_ways(1, 0, 1))
+
+
+# ---------------------------------------------------------------------------------------------------- the decision
+
+
+def reports(*bandwidths: float | None) -> list[Report]:
+    return [Report(f"peer{i}", b, b) for i, b in enumerate(bandwidths)]
+
+
+def test_unknown_is_not_zero() -> None:
+    weights, reason = choose_shares(reports(None, None, None))
+    assert weights == pytest.approx([1 / 3] * 3)
+    assert reason == "equal: no bandwidth has been measured"
+    weights, reason = choose_shares(reports(9e6, 1e6, 1e6, None))
+    assert weights[3] == pytest.approx(weights[1])  # taken for a middling one
+    assert "1 not measured" in reason
+
+
+def test_slow_links_reduce_less_and_the_reason_says_so() -> None:
+    weights, reason = choose_shares(reports(1000e6, 100e6, 100e6, 100e6, 100e6))
+    assert weights[0] > 0.9
+    assert reason == "by bandwidth: 1.60 x faster than equal ones; the slowest is peer1 with 100 MB/s"
+
+
+def test_shares_stay_equal_where_it_hardly_matters() -> None:
+    weights, reason = choose_shares(reports(100e6, 101e6, 99e6, 100e6))
+    assert weights == (0.25,) * 4
+    assert reason.startswith("equal: by bandwidth the round would be 1.0")
+
+
+def test_shares_change_only_once_bandwidths_drifted_far_enough() -> None:
+    first, _ = choose_shares(reports(120e6, 100e6, 80e6))
+    again, reason = choose_shares(reports(121e6, 99e6, 80e6), first)
+    assert again == first
+    assert reason == f"as before: no others are faster by more than {WORTH:.0%}"
+    later, reason = choose_shares(reports(60e6, 100e6, 80e6), first)
+    assert later != first
+    assert reason.startswith("by bandwidth:")
+
+
+def test_two_members_share_equally_whatever_their_links() -> None:
+    assert choose_shares(reports(1e6, 100e6))[0] == (0.5, 0.5)
+
+
+def test_a_member_with_an_empty_ledger_sends_less_so_it_reduces_more() -> None:
+    """Home lines: uploads are what a round waits for."""
+    busy = [Report(f"peer{i}", 10e6, 100e6) for i in range(3)]
+    weights, _ = choose_shares([*busy, Report("peer3", 10e6, 100e6, computes=False)])
+    assert weights == pytest.approx([2 / 11] * 3 + [5 / 11])

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.causal_lm import CausalLMFactory, CausalLMStage
+from models.causal_lm import CausalLMFactory
+from models.cut import CausalLMStage
 from models.registry import factory_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.stage.compute import PRECISION_DTYPES
@@ -25,9 +26,9 @@ from swarm.stage.compute import PRECISION_DTYPES
 WARMUP = 8
 
 
-def stage_on(factory: CausalLMFactory, span: range, device: torch.device, dtype: torch.dtype) -> CausalLMStage:
+def stage_on(factory: CausalLMFactory, span: range | None, device: torch.device, dtype: torch.dtype) -> CausalLMStage:
     """Layers `span` with random values drawn on the device: which values does not matter for speed."""
-    skeleton = factory._skeleton()
+    skeleton = factory.skeleton()
     stage = CausalLMStage(skeleton, span).to_empty(device=device)
     with torch.no_grad():
         stage.apply(skeleton._init_weights)
@@ -42,8 +43,7 @@ def tokens_like(config: RunConfig, num: int, device: torch.device) -> torch.Tens
 
 def plain(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repetitions: int) -> list[float]:
     device = torch.device("cuda:0")
-    whole = range(factory.config.num_hidden_layers)
-    model = stage_on(factory, whole, device, PRECISION_DTYPES[config.precision])
+    model = stage_on(factory, None, device, PRECISION_DTYPES[config.precision])
     ids = tokens_like(config, 1, device)
 
     def run(num: int) -> float:
@@ -69,7 +69,8 @@ class _Part(torch.nn.Module):
         return self.stage.hidden_states({"input_ids" if self.stage.is_first else "hidden_states": x})
 
     def loss(self, hidden_BTD: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        return self.stage._loss_sum(hidden_BTD.flatten(0, 1), labels_BT.reshape(-1))
+        assert self.stage.tail is not None
+        return self.stage.tail.loss_sum(hidden_BTD.flatten(0, 1), labels_BT.reshape(-1))
 
 
 def nccl(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repetitions: int) -> list[float]:

@@ -2,7 +2,8 @@
 
 A model's own initialisation code decides the distribution (`tensor.normal_(0, std)`, ones, zeros); only its random
 draws are replaced. So every peer of a stage, and every cut of a model, starts from the same bits, on any processor:
-torch's own generator gives other bits on other instruction sets.
+torch's own generator gives other bits on other instruction sets. A draw into something else than a parameter, from
+which one is then computed, goes by the name of the module that is being initialised.
 """
 
 from __future__ import annotations
@@ -25,18 +26,44 @@ def initialize(module: torch.nn.Module, initializer: Callable[[torch.nn.Module],
     """Apply `initializer` to every submodule, children first, with named draws. Parameters are fp32 on the CPU.
 
     Raises:
-        ConfigError: if a parameter or buffer was left without a value, or needs a distribution not known here.
+        ConfigError: if a parameter or number was left without a value, or needs a distribution not known here.
     """
-    names = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters()}
+    draws = _NamedDraws({p.untyped_storage().data_ptr(): name for name, p in module.named_parameters()}, seed)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.fill_(torch.nan)
-        with _NamedDraws(names, seed):
-            module.apply(initializer)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if tensor.numel() and tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise ConfigError(f"{name}: the model's own code gives it no initial value")
+            tensor.fill_(_nothing(tensor))
+        with draws:
+            for name, child in reversed(list(module.named_modules())):  # children first
+                draws.module = name
+                initializer(child)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if _is_missing(tensor):
+                    draws.module, _, attribute = name.rpartition(".")
+                    _own_constant(module.get_submodule(draws.module), attribute, tensor)
+                    if _is_missing(tensor):
+                        raise ConfigError(f"{name}: the model's own code gives it no initial value")
+
+
+def _nothing(tensor: torch.Tensor) -> float | int | bool:
+    """A value that no initialisation gives."""
+    if tensor.is_floating_point():
+        return float("nan")
+    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min + 1
+
+
+def _is_missing(tensor: torch.Tensor) -> bool:
+    """Whether some element has no value yet."""
+    if tensor.is_floating_point():
+        return not torch.isfinite(tensor).all()
+    return tensor.dtype != torch.bool and bool((tensor == _nothing(tensor)).any())
+
+
+def _own_constant(owner: torch.nn.Module, attribute: str, tensor: torch.Tensor) -> None:
+    """Fill `tensor` with what its owner gives it when made: of modules that are made without arguments (activations)."""
+    try:
+        tensor.copy_(getattr(type(owner)(), attribute))
+    except TypeError:  # it needs arguments
+        return
 
 
 def generator_of(seed: int, name: str, shape: tuple[int, ...], draw: int) -> np.random.Generator:
@@ -66,21 +93,25 @@ def _fill(shape: tuple[int, ...], draw: Callable[[int], np.ndarray]) -> torch.Te
 
 
 class _NamedDraws(TorchDispatchMode):
-    """Replaces random in-place operations on named parameters by named draws."""
+    """Replaces random in-place operations by named draws."""
 
     def __init__(self, names: dict[int, str], seed: int) -> None:
         super().__init__()
         self._names = names
         self._seed = seed
         self._draws: dict[str, int] = {}
+        #: The module that is being initialised.
+        self.module = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        name = self._names.get(args[0].untyped_storage().data_ptr()) if isinstance(args[0], torch.Tensor) else None
+        if func is torch.ops.aten.rand_like.default:
+            func, args = torch.ops.aten.uniform_.default, (torch.empty_like(args[0]),)
+        name = self._names.get(args[0].untyped_storage().data_ptr(), f"{self.module} (computed from)")
         make = {torch.ops.aten.normal_.default: normal, torch.ops.aten.uniform_.default: uniform}.get(func)
-        if name is None or make is None:
-            raise ConfigError(f"the model's initialisation draws {func} for {name or 'no parameter'}: not supported")
+        if make is None:
+            raise ConfigError(f"{name}: the model's initialisation draws {func}: not supported")
         draw = self._draws[name] = self._draws.get(name, -1) + 1
         first, second = (*args[1:], 0.0, 1.0)[:2] if len(args) != 2 else (args[1], 1.0)  # mean and std, or low and high
         return args[0].copy_(make(self._seed, name, tuple(args[0].shape), float(first), float(second), draw))

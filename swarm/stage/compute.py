@@ -71,7 +71,7 @@ class StageCompute:
         self._calls: dict[str, int] = {}
         self._graph_bytes: dict[tuple[object, ...], int] = {}
         for name, child in self._module.named_modules():
-            if isinstance(child, _DROPOUTS) and child.p > 0:
+            if (isinstance(child, _DROPOUTS) and child.p > 0) or getattr(child, "draws_at_random", False):
                 child.register_forward_pre_hook(self._seed_dropout(name))
 
     def initial_masters(self) -> torch.Tensor:

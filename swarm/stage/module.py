@@ -25,6 +25,9 @@ class StageFactory(Protocol):
     * It returns named boundary tensors; the last stage returns `{"loss_sum": 0-d, "tokens": 0-d int64}`: the sum of
       losses over the counted tokens (not the mean) and their number.
 
+    Random draws are repeated on recomputation inside dropout modules, and inside submodules that have an attribute
+    `draws_at_random = True`: those are seeded whenever they are called.
+
     Its parameters' names are unique in the whole model, and their initial values are a function of (seed, name, shape)
     alone, so that peers of a stage agree and another cut is the same model.
     """

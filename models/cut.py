@@ -1,0 +1,159 @@
+"""One stage of a Hugging Face causal LM as a module. Owns the cut and the call; must not know configurations, values of
+parameters, files or the swarm.
+
+A stage is the model's own code over a part of its layers: the layer list keeps its full length (so that whatever is
+looked up by layer number stays right), and stand-ins take the places of what other stages have. Nothing of another
+stage is ever allocated. Parameter names are exactly those of the Hugging Face `state_dict`, in every cut.
+
+Shapes: B batch, T tokens of a sample, D hidden size, N = B * T, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, masking_utils
+
+from models.anatomy import anatomy_of
+from models.boundary import (
+    HANDED_ON,
+    HIDDEN,
+    Absent,
+    Crossing,
+    Entry,
+    PassThrough,
+    carry_per_layer_inputs,
+    crossing,
+    leave_after,
+)
+from models.loss import IGNORED_LABEL, Tail, balancing_of, precise
+from swarm.stage.module import Tensors
+
+#: Fields of a configuration that make its model draw random numbers in training.
+_DRAWS = re.compile(r"^(?!classifier|summary).*(drop|jitter)")
+
+
+class CausalLMStage(torch.nn.Module):
+    """Layers `span` of `lm`; the first stage has the embedding, the last one the final norm, the head and the loss.
+
+    Called as `stage(inputs, labels)`:
+
+    * `inputs`: `input_ids` int64 [B, T] at the first stage, else the boundary of the stage before (see `boundary.py`;
+      floating tensors are cast to the parameters' dtype); optionally `attention_mask` and `position_ids` [B, T].
+    * `labels`: at the last stage `labels` int64 [B, T], already shifted: `labels[t]` is the token after t, or -100.
+
+    Args:
+        lm: the whole model, usually without memory. It is taken apart.
+        span: numbers of the stage's layers; all of them if not given.
+
+    Raises:
+        ConfigError: if the model cannot be cut.
+    """
+
+    def __init__(self, lm: PreTrainedModel, span: range | None = None) -> None:
+        super().__init__()
+        anatomy = anatomy_of(lm)
+        base = lm.get_submodule(anatomy.base)
+        layers: Any = getattr(base, anatomy.layers)
+        self.num_layers = len(layers)
+        self.span = span = range(self.num_layers) if span is None else span
+        self.is_first = span.start == 0
+        self.is_last = span.stop == self.num_layers
+        self.balancing = balancing_of(lm)
+        self.reads_tokens = "input_ids" in inspect.signature(layers[span.start].forward).parameters
+        for number in range(self.num_layers):
+            if number not in span:
+                layers[number] = (Entry if number == span.start - 1 else PassThrough)(layers[number], anatomy)
+        if any(value for name, value in vars(lm.config).items() if _DRAWS.match(name)):
+            for module in (*(layers[number] for number in span), *(getattr(base, name) for name in anatomy.first)):
+                module.draws_at_random = True  # families call dropout as a function: the engine cannot see it there
+        for name in (() if self.is_first else anatomy.first) + (() if self.is_last else anatomy.last):
+            setattr(base, name, _absent(getattr(base, name)))
+        carry_per_layer_inputs(base, span, self.num_layers)
+        if not self.is_last:
+            leave_after(layers[span.stop - 1], anatomy)
+        root = anatomy.base.split(".")[0]
+        self._anatomy = anatomy
+        self.add_module(root, getattr(lm, root))
+        self.tail: Tail | None = None
+        if self.is_last:
+            for name, child in lm.named_children():
+                if name != root:
+                    self.add_module(name, child)
+            self.tail = Tail(lm, root)
+
+    def forward(self, inputs: Tensors, labels: Tensors | None = None) -> Tensors:
+        current = self._crossing(inputs)
+        hidden_BTD, router_logits = self._run(current)
+        sums: Tensors = {}
+        if self.balancing is not None:
+            with precise(current.dtype):
+                sums = self.balancing.add(current.entering, router_logits, inputs.get("attention_mask"))
+        if self.tail is None:
+            handed_on = {name: inputs[name] for name in (*HANDED_ON, *(["input_ids"] * self.reads_tokens)) if name in inputs}
+            return current.leaving | sums | handed_on
+        if labels is None:
+            raise ValueError("the last stage needs labels")
+        labels_N = labels["labels"].reshape(-1)
+        loss_sum = self.tail.loss_sum(hidden_BTD.flatten(0, 1), labels_N)
+        tokens = (labels_N != IGNORED_LABEL).sum()
+        if self.balancing is not None:
+            loss_sum = loss_sum + tokens * self.balancing.loss(sums)
+        return {"loss_sum": loss_sum, "tokens": tokens}
+
+    def logits(self, inputs: Tensors) -> torch.Tensor:
+        """Logits [B, T, V] of the last stage."""
+        assert self.tail is not None, "only the last stage has logits"
+        hidden_BTD = self.hidden_states(inputs)
+        return self.tail.logits(hidden_BTD.flatten(0, 1)).unflatten(0, hidden_BTD.shape[:2])
+
+    def hidden_states(self, inputs: Tensors) -> torch.Tensor:
+        """What this stage's last layer (and, at the end, the final norm) gives, in the parameters' dtype."""
+        return self._run(self._crossing(inputs))[0]
+
+    def _crossing(self, inputs: Tensors) -> Crossing:
+        dtype = next(self.parameters()).dtype  # of this call: `functional_call` swaps parameters
+        return Crossing(inputs, dtype, self._anatomy)
+
+    def _run(self, current: Crossing) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Hidden states, and the router logits of this stage's layers where the loss needs them."""
+        base: Any = self.get_submodule(self._anatomy.base)
+        entering = current.entering
+        options: dict[str, Any] = {name: entering[name] for name in HANDED_ON if name in entering}
+        if self.balancing is not None:
+            options["output_router_logits"] = True
+        if self.is_first or self.reads_tokens:
+            options["input_ids"] = entering["input_ids"]
+        else:
+            # The model sees the tensor for its shape and dtype alone; `Entry` brings the one with a gradient.
+            options["inputs_embeds"] = current.placeholder()
+        tokens = crossing.set(current), _own_positions.set("position_ids" not in entering)
+        try:
+            with precise(current.dtype):
+                output = base(use_cache=False, **options)
+        finally:
+            crossing.reset(tokens[0])
+            _own_positions.reset(tokens[1])
+        hidden = output.last_hidden_state if self.is_last else current.leaving[HIDDEN]
+        return hidden, (output.router_logits or ()) if self.balancing is not None else ()
+
+
+def _absent(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.ModuleList(Absent() for _ in module) if isinstance(module, torch.nn.ModuleList) else Absent()
+
+
+#: Positions are the model's own 0, 1, 2, ... in this call.
+_own_positions: ContextVar[bool] = ContextVar("own_positions", default=False)
+_find_packed = masking_utils.find_packed_sequence_indices
+
+
+def _find_packed_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None:
+    """Whether samples are packed is read off the positions, and a GPU is waited for: not where the answer is known."""
+    return None if _own_positions.get() else _find_packed(position_ids)
+
+
+masking_utils.find_packed_sequence_indices = _find_packed_unless_known

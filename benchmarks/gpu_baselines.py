@@ -26,7 +26,9 @@ from swarm.stage.compute import PRECISION_DTYPES
 WARMUP = 8
 
 
-def stage_on(factory: CausalLMFactory, span: range | None, device: torch.device, dtype: torch.dtype) -> CausalLMStage:
+def stage_on(
+    factory: CausalLMFactory, span: range | None, device: torch.device, dtype: torch.dtype, *, compile: bool = False
+) -> CausalLMStage:
     """Layers `span` with random values drawn on the device: which values does not matter for speed."""
     skeleton = factory.skeleton()
     stage = CausalLMStage(skeleton, span).to_empty(device=device)
@@ -34,6 +36,8 @@ def stage_on(factory: CausalLMFactory, span: range | None, device: torch.device,
         stage.apply(skeleton._init_weights)
     for parameter in stage.parameters():
         parameter.data = parameter.data.to(dtype)
+    for block in stage.blocks if compile else ():
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
     return stage.train()
 
 
@@ -41,9 +45,9 @@ def tokens_like(config: RunConfig, num: int, device: torch.device) -> torch.Tens
     return torch.randint(0, 256, (num * config.micro_batch_size, config.sequence_length), device=device)
 
 
-def plain(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repetitions: int) -> list[float]:
+def plain(config: RunConfig, factory: CausalLMFactory, options: argparse.Namespace) -> list[float]:
     device = torch.device("cuda:0")
-    model = stage_on(factory, None, device, PRECISION_DTYPES[config.precision])
+    model = stage_on(factory, None, device, PRECISION_DTYPES[config.precision], compile=options.compile)
     ids = tokens_like(config, 1, device)
 
     def run(num: int) -> float:
@@ -55,7 +59,7 @@ def plain(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repet
         return num * ids.numel() / (time.monotonic() - began)
 
     run(WARMUP)
-    return [run(micro_batches) for _ in range(repetitions)]
+    return [run(options.micro_batches) for _ in range(options.repetitions)]
 
 
 class _Part(torch.nn.Module):
@@ -73,14 +77,15 @@ class _Part(torch.nn.Module):
         return self.stage.tail.loss_sum(hidden_BTD.flatten(0, 1), labels_BT.reshape(-1))
 
 
-def nccl(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repetitions: int) -> list[float]:
+def nccl(config: RunConfig, factory: CausalLMFactory, options: argparse.Namespace) -> list[float]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    part = _Part(stage_on(factory, factory.spans[rank], device, PRECISION_DTYPES[config.precision]))
+    dtype, micro_batches = PRECISION_DTYPES[config.precision], options.micro_batches
+    part = _Part(stage_on(factory, factory.spans[rank], device, dtype, compile=options.compile))
     stage = PipelineStage(part, rank, size, device)
 
     def run(schedule: Any, num: int) -> float:
@@ -100,7 +105,7 @@ def nccl(config: RunConfig, factory: CausalLMFactory, micro_batches: int, repeti
 
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=part.loss, scale_grads=False)
     run(schedule, micro_batches)
-    rates = [run(schedule, micro_batches) for _ in range(repetitions)]
+    rates = [run(schedule, micro_batches) for _ in range(options.repetitions)]
     dist.destroy_process_group()
     return rates if rank == 0 else []
 
@@ -111,12 +116,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="a run's configuration, as JSON")
     parser.add_argument("--micro-batches", type=int, required=True, help="micro-batches per repetition")
     parser.add_argument("--repetitions", type=int, required=True)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the layers")
     options = parser.parse_args()
     config = parse_config_bytes(options.run.read_bytes())
     factory = factory_of(config)
     assert isinstance(factory, CausalLMFactory)
     measure = {"plain": plain, "nccl": nccl}[options.kind]
-    rates = measure(config, factory, options.micro_batches, options.repetitions)
+    rates = measure(config, factory, options)
     if rates:
         print(json.dumps(rates))
 

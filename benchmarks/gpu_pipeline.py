@@ -40,8 +40,8 @@ from swarm.net.http import HttpTransport
 START_TIMEOUT_S = 240.0
 WINDOW_TIMEOUT_S = 120.0
 POLL_S = 0.02
-#: Micro-batches before the first window.
-WARMUP = 48
+#: Micro-batches before the first window: a few trials of the in-flight control.
+WARMUP = 256
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Case:
     wire: str = "8bit"
     is_stepping: bool = False
     in_flight: str = "auto"
+    is_compiled: bool = False
 
 
 CASES = {
@@ -62,7 +63,11 @@ CASES = {
     for case in (
         Case("plain", "plain"),
         Case("nccl", "nccl", stages=2, cards=2),
+        Case("nccl-compiled", "nccl", stages=2, cards=2, is_compiled=True),
         Case("swarm", "swarm", stages=2, cards=2),
+        Case("swarm-compiled", "swarm", stages=2, cards=2, is_compiled=True),
+        Case("swarm-compiled-16bit", "swarm", stages=2, cards=2, wire="bf16", is_compiled=True),
+        Case("swarm-compiled-optimizer", "swarm", stages=2, cards=2, is_stepping=True, is_compiled=True),
         Case("swarm-6-in-flight", "swarm", stages=2, cards=2, in_flight="6"),
         Case("swarm-16bit", "swarm", stages=2, cards=2, wire="bf16"),
         Case("swarm-optimizer", "swarm", stages=2, cards=2, is_stepping=True),
@@ -100,6 +105,7 @@ def baseline(case: Case, options: argparse.Namespace, directory: Path) -> Measur
     run.write_bytes(config_of(case, options).to_bytes())
     words = [sys.executable, str(Path(__file__).with_name("gpu_baselines.py")), case.kind, "--run", str(run),
              "--micro-batches", str(options.micro_batches), "--repetitions", str(options.repetitions)]  # fmt: skip
+    words += ["--compile"] if case.is_compiled else []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -128,7 +134,8 @@ def started(case: Case, options: argparse.Namespace, directory: Path, port: int)
              "--trainers", "1", "--device", "auto" if case.cards > 1 else "cuda:0", "--port", str(port), "--quiet",
              "--in-flight", case.in_flight, "--state-dir", str(directory / "state"), "--log-level", "info",
              "--metrics", str(directory / "metrics.jsonl"),
-             "--memory-limit", f"{options.memory_gib * case.cards // case.stages}GiB"]  # fmt: skip
+             "--memory-limit", f"{options.memory_gib * case.cards // case.stages}GiB",
+             *(["--compile"] if case.is_compiled else [])]  # fmt: skip
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output)
         try:
@@ -190,14 +197,14 @@ async def _stages(transport: HttpTransport, backbone: Address, process: subproce
 
 
 def whole_steps(directory: Path, process: subprocess.Popen[bytes], repetitions: int) -> Measured:
-    """Tokens/s of committed steps, the first left out."""
+    """Tokens/s of committed steps, the first two left out."""
     metrics, until = directory / "metrics.jsonl", time.monotonic() + START_TIMEOUT_S + WINDOW_TIMEOUT_S
     while time.monotonic() < until and process.poll() is None:
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        if len(lines) > repetitions:
-            return Measured([line["tokens_per_s"] for line in lines[1 : 1 + repetitions]])
+        if len(lines) > 1 + repetitions:
+            return Measured([line["tokens_per_s"] for line in lines[2 : 2 + repetitions]])
         time.sleep(0.1)
-    raise SystemExit(f"{repetitions + 1} steps did not commit")
+    raise SystemExit(f"{repetitions + 2} steps did not commit")
 
 
 def swarm(case: Case, options: argparse.Namespace, directory: Path) -> Measured:
@@ -227,7 +234,7 @@ def row_of(case: Case, measured: Measured, medians: dict[str, float]) -> dict[st
     return {
         "case": case.name, "stages": case.stages, "cards": case.cards,
         "wire": case.wire if case.kind == "swarm" else "-", "optimizer": "on" if case.is_stepping else "off",
-        "in flight": case.in_flight if case.kind == "swarm" else "-",
+        "in flight": case.in_flight if case.kind == "swarm" else "-", "compiled": "yes" if case.is_compiled else "no",
         "tokens/s": rate, "lowest": min(measured.rates), "highest": max(measured.rates), "of NCCL": against("nccl"),
         "of plain": against("plain"), "devices busy": " ".join(f"{part:.2f}" for part in measured.busy) or "-",
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from swarm.base.errors import ConfigError
 
 #: Part of the memory that is free at the start which a stage takes if nothing else is said.
 DEFAULT_MEMORY_PART = 0.5
+#: Python's own is 5 ms: a third of a micro-batch.
+SWITCH_INTERVAL_S = 1e-4
 
 
 def before_importing_torch() -> None:
@@ -18,6 +21,19 @@ def before_importing_torch() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     # `torch.cuda.is_available()` asks the management library instead of starting the driver, which no fork survives.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def before_compiling(cache_dir: Path) -> None:
+    """Keep what `torch.compile` makes, so that the next start is quick, and compile in this process alone."""
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == tempfile.gettempdir():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, which might outlive this one
+
+
+def share_interpreter(device: str) -> None:
+    """On a GPU the compute thread only starts kernels: it must get the interpreter back at once from the event loop."""
+    if device.startswith("cuda"):
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def resolve_device(name: str) -> str:

@@ -58,6 +58,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                        help="CPU threads per stage process (default: cores / processes, at least 1)")
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
                        help="per stage process, such as 4GiB (default: its part of half of what is free)")
+    group.add_argument("--compile", action="store_true", help="torch.compile the stages' layers (see launch_stage)")
     group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                        help="address that all peers listen at; 0.0.0.0 lets other machines join")
     group.add_argument("--port", metavar="PORT", type=port_number, default=0,
@@ -96,7 +97,7 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
         state_dir_is_new=not state_dir.exists(),
         stored_config=stored.config_bytes if stored else None,
         **{key: getattr(options, key) for key in (
-            "host", "port", "device", "threads", "memory_limit", "in_flight", "metrics", "log_level", "log_format"
+            "host", "port", "device", "threads", "memory_limit", "compile", "in_flight", "metrics", "log_level", "log_format"
         )},
     )
     if config.min_peers_per_stage > plan.peers_per_stage:

@@ -61,6 +61,7 @@ class SwarmPlan:
     device: str
     threads: int | None
     memory_limit: int | None
+    compile: bool
     in_flight: int | None
     metrics: Path | None
     log_level: str
@@ -148,6 +149,8 @@ class LocalSwarm:
                 words = ["--stage", str(stage), *join, "--port", "0", "--device", device, "--threads", str(threads)]
                 if device == "cpu" or plan.memory_limit:
                     words += ["--memory-limit", str(memory)]
+                if plan.compile:
+                    words.append("--compile")
                 if is_dotted(self._config.model):
                     words += ["--allow-import", self._config.model]
                 starts.append(self._spawn(self._heavy, f"stage-{stage}-{index}", "launch_stage", words, stage=stage))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.arguments import (
@@ -40,6 +42,8 @@ def parse(argv: Sequence[str]) -> Namespace:
                        help="threads to compute with on the CPU (default: every core)")
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
                        help="for saved activations and queued requests, such as 4GiB (default: half of what is free)")
+    group.add_argument("--compile", action="store_true",
+                       help="torch.compile the stage's layers: some seconds once, then a GPU is a quarter faster or more")
     group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
                        help="a model of the user's own that this machine may import if the joined run names it")
     add_network_options(parser)
@@ -83,9 +87,18 @@ async def _choose(wanted: int | None, context: PeerContext) -> int:
 
 def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePeer:
     """Import what computes, seconds long, and put the peer together."""
-    from launch.devices import before_importing_torch, default_memory_limit, resolve_device, use_threads
+    from launch.devices import (
+        before_compiling,
+        before_importing_torch,
+        default_memory_limit,
+        resolve_device,
+        share_interpreter,
+        use_threads,
+    )
 
     before_importing_torch()
+    if options.compile:
+        before_compiling((options.state_dir or Path(tempfile.gettempdir())) / "compiled")
     from models.registry import factory_of
     from swarm.peer.stage_peer import StagePeer
     from swarm.stage.device import compute_thread
@@ -94,6 +107,7 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
     use_threads(options.threads)
     may_import = options.run is not None or options.allow_import == context.config.model
     device = resolve_device(options.device)
+    share_interpreter(device)
     return StagePeer(
         context,
         stage=stage,
@@ -103,6 +117,7 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
         device=device,
         state_dir=options.state_dir,
         memory_limit_bytes=options.memory_limit or default_memory_limit(device),
+        compile=options.compile,
     )
 
 

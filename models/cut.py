@@ -31,6 +31,7 @@ from models.boundary import (
     leave_after,
 )
 from models.loss import IGNORED_LABEL, Tail, balancing_of, precise
+from swarm.base.errors import ConfigError
 from swarm.stage.module import Tensors
 
 #: Fields of a configuration that make its model draw random numbers in training.
@@ -64,6 +65,7 @@ class CausalLMStage(torch.nn.Module):
         self.is_first = span.start == 0
         self.is_last = span.stop == self.num_layers
         self.balancing = balancing_of(lm)
+        self._hidden_size = int(getattr(lm.config, "hidden_size", 0))
         self.reads_tokens = "input_ids" in inspect.signature(layers[span.start].forward).parameters
         for number in range(self.num_layers):
             if number not in span:
@@ -85,6 +87,26 @@ class CausalLMStage(torch.nn.Module):
                 if name != root:
                     self.add_module(name, child)
             self.tail = Tail(lm, root)
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """This stage's own layers: what `torch.compile` is used on."""
+        layers = getattr(self.get_submodule(self._anatomy.base), self._anatomy.layers)
+        return [layers[number] for number in self.span]
+
+    def example(self, num_samples: int, sequence_length: int) -> tuple[Tensors, Tensors | None]:
+        """Inputs and labels of the usual shapes.
+
+        Raises:
+            ConfigError: this family hands more than hidden states to the next stage.
+        """
+        anatomy = self._anatomy
+        more = anatomy.streams is not None or anatomy.shared is not None or any(anatomy.returns or ())
+        if more or self.reads_tokens or self.balancing is not None:
+            raise ConfigError("--compile: stages of this model hand on more than hidden states; it runs without --compile")
+        ids = torch.zeros(num_samples, sequence_length, dtype=torch.int64)
+        hidden = torch.zeros(*ids.shape, self._hidden_size)
+        return {"input_ids": ids} if self.is_first else {HIDDEN: hidden}, {"labels": ids} if self.is_last else None
 
     def forward(self, inputs: Tensors, labels: Tensors | None = None) -> Tensors:
         current = self._crossing(inputs)

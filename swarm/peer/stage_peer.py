@@ -43,6 +43,7 @@ class StagePeer:
         device: torch device of parameters and activations.
         state_dir: where checkpoints go; None writes none.
         memory_limit_bytes: bound of what in-flight micro-batches may hold.
+        compile: `torch.compile` the stage's blocks before it serves.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class StagePeer:
         device: str = "cpu",
         state_dir: Path | None = None,
         memory_limit_bytes: int = 2**30,
+        compile: bool = False,
     ) -> None:
         config = context.config
         self.context = context
@@ -67,7 +69,9 @@ class StagePeer:
             context.transport.allocate = self._device.allocate
         self._tasks = Tasks()
         self.link = Link(context)
-        compute = StageCompute(factory, stage, precision=config.precision, seed=config.seed, device=device)
+        compute = StageCompute(
+            factory, stage, precision=config.precision, seed=config.seed, device=device, compile=compile
+        )
         compute.show_progress(executor)
         self.member = StageMember(self.link, stage, compute, executor, background, self._tasks)
         Rounds(self.link, self.member)
@@ -104,8 +108,15 @@ class StagePeer:
     async def start(self) -> None:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
+        await self._executor.run(self._warm_up, Priority.CONTROL)
         self._tasks.start(self.membership.announce_loop(), "announce", vital=True)
         self._tasks.start(self.membership.join_loop(), "membership", vital=True)
+
+    def _warm_up(self) -> None:
+        config, member = self.context.config, self.member
+        member.compute.warm_up(
+            member.versions.newest, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
+        )
 
     @property
     def _awaited(self) -> bool:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.func import functional_call
 
+from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.layout import Layout
-from swarm.stage.module import StageFactory, Tensors
+from swarm.stage.module import Compilable, StageFactory, Tensors
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,9 +51,18 @@ class Gradients:
 
 
 class StageCompute:
-    """The stage's module on its device."""
+    """The stage's module on its device.
 
-    def __init__(self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu") -> None:
+    With `compile` its blocks go through `torch.compile`, one region each, for the shapes that training uses: `warm_up`
+    takes the time for it.
+
+    Raises:
+        ConfigError: `compile`, and the module is not `Compilable`.
+    """
+
+    def __init__(
+        self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu", compile: bool = False
+    ) -> None:
         self.stage = stage
         self.last = stage == factory.num_stages - 1
         self.device = device
@@ -67,6 +77,7 @@ class StageCompute:
             if parameter.requires_grad:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
         self._module = module.to(device)
+        self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._ticket = Ticket(0, 0)
         self._calls: dict[str, int] = {}
         self._graph_bytes: dict[tuple[object, ...], int] = {}
@@ -84,11 +95,35 @@ class StageCompute:
             (p for p in module.parameters() if p.requires_grad), dtype=self.master_dtype, device=self.device
         )
 
+    def _compile(self) -> list[torch.nn.Module]:
+        module = self._module
+        if not isinstance(module, Compilable):
+            raise ConfigError("--compile: the model's stage modules do not say which of their blocks to compile")
+        for block in module.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        return list(module.blocks)
+
+    def warm_up(self, version: Version, *, num_samples: int, sequence_length: int) -> None:
+        """Compile what is to be compiled, tens of seconds at the first time, by computing on an example."""
+        if not self._compiled:
+            return
+        assert isinstance(self._module, Compilable)
+        given = self._module.example(num_samples, sequence_length)
+        inputs, labels = ({n: t.to(self.device) for n, t in (tensors or {}).items()} for tensors in given)
+        ticket = Ticket(0, 0)
+        activation = self.forward(version, ticket, inputs, labels, keep_graph=True)
+        outputs = activation.outputs or {}
+        gradients = {n: torch.zeros_like(t) for n, t in outputs.items() if t.requires_grad}
+        self.backward(activation, None if self.last else gradients)
+        self.forward(version, ticket, inputs, labels, keep_graph=False)
+        self.evaluate(version, inputs, labels)
+
     def show_progress(self, executor: Executor) -> None:
         """Have every parametrised submodule's forward advance the executor's counter: slowness is not death."""
-        for child in self._module.modules():
-            if next(child.parameters(recurse=False), None) is not None:
-                child.register_forward_hook(lambda *_: executor.tick())
+        inside = {id(child) for block in self._compiled for child in block.modules()}
+        children = [c for c in self._module.modules() if id(c) not in inside and next(c.parameters(False), None) is not None]
+        for child in [*children, *self._compiled]:
+            child.register_forward_hook(lambda *_: executor.tick())
 
     def _seed_dropout(self, name: str) -> Callable[[torch.nn.Module, object], None]:
         """A mask is a function of (run seed, ticket, layer name, call), so a recomputation draws the same one."""

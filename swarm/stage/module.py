@@ -6,6 +6,7 @@ each stage; the engine calls it with other parameter values through `torch.func.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -36,4 +37,18 @@ class StageFactory(Protocol):
 
     def build(self, stage: int) -> torch.nn.Module:
         """The module of `stage`, on the CPU, in fp64 if the run's precision is fp64, else fp32."""
+        ...
+
+
+@runtime_checkable
+class Compilable(Protocol):
+    """What a stage module offers in addition, so that `torch.compile` can be used on it (`launch_stage --compile`)."""
+
+    @property
+    def blocks(self) -> Sequence[torch.nn.Module]:
+        """The submodules where nearly all time is spent, alike in code: compiled once for all of them."""
+        ...
+
+    def example(self, num_samples: int, sequence_length: int) -> tuple[Tensors, Tensors | None]:
+        """`inputs` and `labels` of the shapes and dtypes that training uses, on the CPU."""
         ...

@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from process_cpu import busy_machine_s, stat_of, tree_of
 from report import machine, publish
 
 from swarm.base.config import RunConfig
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 POLL_S = 0.01
 STEP_TIMEOUT_S = 300.0
 NUM_STAGES = 2
@@ -76,29 +76,14 @@ class Measured:
 # ---------------------------------------------------------------------------------------------------- /proc
 
 
-def _stat(path: Path) -> tuple[int, float]:
-    """Parent's pid and CPU-seconds so far, of a process or thread."""
-    fields = path.read_text().rpartition(")")[2].split()
-    return int(fields[1]), (int(fields[11]) + int(fields[12])) * TICK_S
-
-
-def cpu_of_tree(root: int) -> dict[tuple[int, str], tuple[float, dict[str, float]]]:
+def cpu_by_role(root: int) -> dict[tuple[int, str], tuple[float, dict[str, float]]]:
     """(pid, role) -> CPU-seconds of the process and of each of its threads, for `root` and all below it."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = _stat(entry / "stat")[0]
-            except (OSError, IndexError):
-                continue  # it has just ended
-    found, tree = {root}, {}
-    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= grown
-    for pid in sorted(found):
+    found = {}
+    for pid in tree_of(root):
         process = Path(f"/proc/{pid}")
-        threads = {task.name: _stat(task / "stat")[1] for task in (process / "task").iterdir()}
-        tree[pid, _role(process)] = (_stat(process / "stat")[1], threads)
-    return tree
+        threads = {task.name: stat_of(task / "stat")[1] for task in (process / "task").iterdir()}
+        found[pid, _role(process)] = (stat_of(process / "stat")[1], threads)
+    return found
 
 
 def _role(process: Path) -> str:
@@ -111,18 +96,6 @@ def _role(process: Path) -> str:
     if words[:3] == ["swarm", "fork", "server"]:
         return "fork servers"
     return "plain" if "plain_loop" in " ".join(words) else "launch_local"
-
-
-def busy_machine_s() -> float:
-    """CPU-seconds that all processes of the machine have used on the cores this one may run on."""
-    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    total = 0.0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *ticks = line.split()
-        if name in mine:
-            user, nice, system, _, _, irq, softirq, *_ = map(int, ticks)
-            total += (user + nice + system + irq + softirq) * TICK_S
-    return total
 
 
 # ---------------------------------------------------------------------------------------------------- one run
@@ -171,10 +144,10 @@ def measure(case: Case, warmup: int, num_steps: int) -> Measured:
         for step in steps_of(process, Path(name)):
             steps.append(step)
             if len(steps) == warmup:
-                before, machine_before, began = cpu_of_tree(process.pid), busy_machine_s(), time.monotonic()
+                before, machine_before, began = cpu_by_role(process.pid), busy_machine_s(), time.monotonic()
             if len(steps) == warmup + num_steps:
                 break
-        after, machine_after, ended = cpu_of_tree(process.pid), busy_machine_s(), time.monotonic()
+        after, machine_after, ended = cpu_by_role(process.pid), busy_machine_s(), time.monotonic()
     if before.keys() != after.keys():
         raise SystemExit(f"processes came or went while steps were timed: {before.keys() ^ after.keys()}")
     cpu_s: dict[str, float] = defaultdict(float)

@@ -1,0 +1,199 @@
+"""The data plane measured: payloads through the product's own transport, between two processes on two cores.
+
+Beside it, in the same run, raw sockets (blocking, a thread for each connection, buffers reused) and hivemind's RemoteExpert
+if its interpreter is named:
+
+    python -m venv DIR && DIR/bin/pip install hivemind==1.1.12 "numpy<2"
+    python benchmarks/dataplane.py --hivemind-python DIR/bin/python
+
+`echo` sends the payload back, `one way` answers with a few bytes; MB/s and CPU-seconds per GB count the payload once. CPU is
+that of all processes of both ends. 8-bit payloads count as the fp32 tensors that they carry; their bound is what one thread
+at each end quantises and restores, with nothing sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from dataplane_peers import CLIENTS
+from process_cpu import busy_machine_s, cpu_of_tree
+from report import machine, publish
+
+from swarm.wire.compression import _blockwise
+from swarm.wire.messages import BLOCK_SIZE
+
+MIB = 2**20
+SIZES = (1 * MIB, 8 * MIB, 32 * MIB)
+IN_FLIGHT = (1, 8)
+KINDS = {"echo": "echo", "sink": "one way"}
+SMALL_BYTES = 1024
+QUIET_CORES = 0.1
+
+
+@contextmanager
+def server(kind: str) -> Iterator[int]:
+    """A server process; yields its port."""
+    script = str(Path(__file__).with_name("dataplane_peers.py"))
+    process = subprocess.Popen([sys.executable, script, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.stdin.close()
+        process.wait(timeout=20)
+
+
+def measure(system: str, port: int, kind: str, size: int, in_flight: int, seconds: float) -> dict[str, Any]:
+    call = CLIENTS[system]
+    until = time.perf_counter() + seconds / 4
+    call(port, kind, size, in_flight, lambda done: time.perf_counter() < until or done < 1)
+    cpu, others, began = cpu_of_tree(os.getpid()), busy_machine_s(), time.perf_counter()
+    until = began + seconds
+    calls = call(port, kind, size, in_flight, lambda done: time.perf_counter() < until or done < 2)
+    elapsed = time.perf_counter() - began
+    cpu = cpu_of_tree(os.getpid()) - cpu
+    num_bytes = size * len(calls)
+    return {
+        "system": system, "kind": kind, "size": size, "in_flight": in_flight, "MB/s": num_bytes / elapsed / 1e6,
+        "CPU s/GB": cpu / num_bytes * 1e9, "by_others": max(0.0, busy_machine_s() - others - cpu) / elapsed,
+        "p50_ms": statistics.median(calls) * 1e3,
+    }  # fmt: skip
+
+
+def quantiser(size: int, seconds: float) -> dict[str, float]:
+    """MB/s of fp32 that one thread quantises, and restores."""
+    tensor = torch.randn(size // 4)
+    blockwise = _blockwise()
+    codes, state = blockwise.quantize_blockwise(tensor, blocksize=BLOCK_SIZE)
+    absmax = state.absmax
+
+    def rate(job: Callable[[], Any]) -> float:
+        job()
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() < began + seconds:
+            job()
+            count += 1
+        return size * count / (time.perf_counter() - began) / 1e6
+
+    return {
+        "quantise": rate(lambda: blockwise.quantize_blockwise(tensor, blocksize=BLOCK_SIZE)),
+        "restore": rate(lambda: blockwise.dequantize_blockwise(codes, absmax=absmax, blocksize=BLOCK_SIZE)),
+    }
+
+
+def bound(rates: dict[str, float], kind: str, in_flight: int) -> float:
+    """MB/s if nothing but the quantiser took time: one call after the other, or both ends' threads busy at once."""
+    quantise, restore = 1 / rates["quantise"], 1 / rates["restore"]
+    at_once = {"sink": max(quantise, restore), "echo": quantise + restore}[kind]
+    alone = {"sink": quantise + restore, "echo": 2 * (quantise + restore)}[kind]
+    return 1 / (alone if in_flight == 1 else at_once)
+
+
+def hivemind(python: str, sizes: list[int], seconds: float) -> dict[str, Any]:
+    script = str(Path(__file__).with_name("dataplane_hivemind.py"))
+    result = subprocess.run(
+        [python, "-W", "ignore", script, json.dumps([sizes, IN_FLIGHT, seconds])], stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, timeout=600, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def row_of(ours: dict[str, Any], raw: dict[str, Any], theirs: dict[str, Any] | None) -> dict[str, Any]:
+    row = {
+        "what": KINDS[ours["kind"]], "MiB": ours["size"] // MIB, "in flight": ours["in_flight"], "MB/s": ours["MB/s"],
+        "of raw": ours["MB/s"] / raw["MB/s"], "raw MB/s": raw["MB/s"], "CPU s/GB": ours["CPU s/GB"],
+        "raw CPU s/GB": raw["CPU s/GB"],
+    }  # fmt: skip
+    if theirs is not None:
+        row |= {
+            "hivemind MB/s": theirs["MB/s"], "x its": ours["MB/s"] / theirs["MB/s"],
+            "its CPU s/GB": theirs["CPU s/GB"], "CPU of its": ours["CPU s/GB"] / theirs["CPU s/GB"],
+        }  # fmt: skip
+    return row
+
+
+def draw(rows: list[dict[str, Any]]) -> Callable[[Any], None]:
+    systems = {"raw sockets": "raw MB/s", "swarm": "MB/s", "hivemind": "hivemind MB/s"}
+
+    def on(figure: Any) -> None:
+        for axes, what in zip(figure.subplots(1, 2), KINDS.values(), strict=True):
+            shown = [row for row in rows if row["what"] == what]
+            for offset, (name, key) in enumerate(systems.items()):
+                if key in shown[0]:
+                    axes.bar([i + 0.27 * offset for i in range(len(shown))], [row[key] for row in shown], 0.27, label=name)
+            axes.set_xticks([i + 0.27 for i in range(len(shown))], [f"{r['MiB']} MiB\nx {r['in flight']}" for r in shown])
+            axes.set_yscale("log")
+            axes.set_ylabel("MB/s")
+            axes.set_title(what)
+            axes.legend()
+
+    return on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hivemind-python", help="interpreter that has hivemind 1.1.12")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each figure, in each repetition")
+    parser.add_argument("--repetitions", type=int, default=3, help="of this product and raw sockets, in turns; medians")
+    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[size // MIB for size in SIZES], help="MiB")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    torch.set_num_threads(1)
+    facts = machine()
+    sizes = [size * MIB for size in options.sizes]
+    cases = [(kind, size, in_flight) for kind in KINDS for size in sizes for in_flight in IN_FLIGHT]
+    runs: list[dict[str, Any]] = []
+    with server("swarm") as swarm_port, server("raw") as raw_port:
+        for _ in range(options.repetitions):
+            for case in cases:
+                for system, port in (("swarm", swarm_port), ("raw sockets", raw_port)):
+                    runs.append(measure(system, port, *case, options.seconds))
+                print("  {kind} {size} x {in_flight}: {MB/s:.0f} MB/s".format(**runs[-2]), file=sys.stderr, flush=True)
+        coded = [measure("swarm 8bit", swarm_port, *case, options.seconds) for case in cases]
+        small = [measure(system, port, "echo", SMALL_BYTES, 1, options.seconds)["p50_ms"]
+                 for system, port in (("swarm", swarm_port), ("raw sockets", raw_port))]  # fmt: skip
+    rates = {size: quantiser(size, options.seconds / 2) for size in sizes}
+    theirs = hivemind(options.hivemind_python, sizes, options.seconds) if options.hivemind_python else None
+
+    def middle(system: str, case: tuple[str, int, int]) -> dict[str, Any]:
+        same = [run for run in runs if (run["system"], run["kind"], run["size"], run["in_flight"]) == (system, *case)]
+        return sorted(same, key=lambda run: run["MB/s"])[len(same) // 2]
+
+    def of_theirs(case: tuple[str, int, int]) -> dict[str, Any] | None:
+        rows = theirs["rows"] if theirs else []
+        return next((row for row in rows if (row["kind"], row["size"], row["in_flight"]) == case), None)
+
+    rows = [row_of(middle("swarm", case), middle("raw sockets", case), of_theirs(case)) for case in cases]
+    coded_rows = [
+        {"what": KINDS[one["kind"]], "MiB of fp32": one["size"] // MIB, "in flight": one["in_flight"], "MB/s": one["MB/s"],
+         "bound": (most := bound(rates[one["size"]], one["kind"], one["in_flight"])), "of bound": one["MB/s"] / most,
+         "CPU s/GB": one["CPU s/GB"]}
+        for one in coded
+    ]  # fmt: skip
+    small_row = {"swarm p50 ms": small[0], "raw sockets p50 ms": small[1]}
+    if theirs:
+        small_row["hivemind p50 ms"] = theirs["small_p50_ms"]
+    facts["timed"] = f"{options.seconds:g} s a figure after a warm-up, median of {options.repetitions} in turns"
+    if max(run["by_others"] for run in [*runs, *coded]) > QUIET_CORES:
+        facts["warning"] = "other processes used the cores meanwhile: run it again"
+    publish(
+        "dataplane", facts=facts,
+        tables={"Raw payloads": rows, "8-bit payloads": coded_rows, "1 KiB echo": [small_row]},
+        details={"runs": runs, "8bit": coded, "quantiser MB/s": rates, "hivemind": theirs}, draw=draw(rows),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

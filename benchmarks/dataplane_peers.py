@@ -1,0 +1,186 @@
+"""The two ends that `dataplane.py` measures: a server process and a client, of this product's transport and of raw sockets.
+
+Run as a script it is the server: prints its port as a line and serves until its input ends. A payload is a tensor of a
+`state_chunk`; what the server does with it is the tensor's name: `echo` sends it back, `sink` answers with an `ack`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from swarm.base.ids import Address
+from swarm.net.http import HttpTransport
+from swarm.net.transport import Progress
+from swarm.stage.device import HostDevice
+from swarm.stage.executor import Priority, ThreadExecutor
+from swarm.wire.framing import Frame
+from swarm.wire.messages import Ack, StateChunk, TensorSpec
+
+STALL_S = 30.0
+#: A raw request is its kind and its size, then the payload.
+_KINDS = {b"e": "echo", b"s": "sink"}
+_HEAD_BYTES = 9
+
+Deadline = Callable[[int], bool]
+
+
+def raw_frame(kind: str, num_bytes: int) -> Frame:
+    tensor = TensorSpec(name=kind, dtype="uint8", shape=(num_bytes,), role="state")
+    return Frame(StateChunk(tensors=(tensor,)), (memoryview(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy()),))
+
+
+# ---------------------------------------------------------------------------------------------------- servers
+
+
+async def serve_swarm() -> None:
+    executor, device = ThreadExecutor(), HostDevice()
+
+    async def handle(frame: Frame, progress: Progress) -> Frame:
+        spec = frame.message.tensors[0]
+        if spec.codec == "raw":
+            return frame if spec.name == "echo" else Frame(Ack())
+        received = (await executor.run(lambda: device.receive(frame, "input"), Priority.FORWARD)).value
+        if spec.name == "sink":
+            return Frame(Ack())
+        sent = (await executor.run(lambda: device.send(received, spec.codec, "input"), Priority.BACKWARD)).value
+        (coded, buffer), = sent.payload
+        return Frame(StateChunk(tensors=(coded,)), (buffer,))
+
+    transport = HttpTransport()
+    await transport.start(handle)
+    print(transport.address.port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await transport.close()
+
+
+def serve_raw() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(sock: socket.socket) -> None:
+        buffer = memoryview(bytearray(0))
+        while head := sock.recv(_HEAD_BYTES, socket.MSG_WAITALL):
+            size = int.from_bytes(head[1:], "big")
+            if len(buffer) != size:
+                buffer = memoryview(bytearray(size))
+            receive(sock, buffer)
+            sock.sendall(buffer if _KINDS[head[:1]] == "echo" else b"a")
+
+    def accept() -> None:
+        while True:
+            sock, _ = listener.accept()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    print(listener.getsockname()[1], flush=True)
+    sys.stdin.read()
+
+
+def receive(sock: socket.socket, view: memoryview) -> None:
+    filled = 0
+    while filled < len(view):
+        count = sock.recv_into(view[filled:])
+        if not count:
+            raise ConnectionError("closed")
+        filled += count
+
+
+# ---------------------------------------------------------------------------------------------------- clients
+
+
+def call_swarm(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+    """Seconds of every call; each worker calls while `goes_on(its calls so far)`."""
+
+    async def main() -> list[float]:
+        transport = HttpTransport()
+        frame, address, seconds = raw_frame(kind, size), Address("127.0.0.1", port), []
+
+        async def work() -> None:
+            num_done = 0
+            while goes_on(num_done):
+                began = time.perf_counter()
+                await transport.call(address, frame, stall_s=STALL_S)
+                seconds.append(time.perf_counter() - began)
+                num_done += 1
+
+        try:
+            await asyncio.gather(*(work() for _ in range(in_flight)))
+        finally:
+            await transport.close()
+        return seconds
+
+    return asyncio.run(main())
+
+
+def call_swarm_8bit(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+    """Like `call_swarm`, with fp32 tensors of `size` bytes that are quantised and restored at both ends."""
+
+    async def main() -> list[float]:
+        transport, executor, device = HttpTransport(), ThreadExecutor(), HostDevice()
+        tensor, address, seconds = torch.randn(size // 4), Address("127.0.0.1", port), []
+
+        async def work() -> None:
+            num_done = 0
+            while goes_on(num_done):
+                began = time.perf_counter()
+                sent = await executor.run(lambda: device.send({kind: tensor}, "8bit", "input"), Priority.FORWARD)
+                (spec, buffer), = sent.value.payload
+                reply = await transport.call(address, Frame(StateChunk(tensors=(spec,)), (buffer,)), stall_s=STALL_S)
+                if kind == "echo":
+                    await executor.run(lambda reply=reply: device.receive(reply, "input"), Priority.BACKWARD)
+                seconds.append(time.perf_counter() - began)
+                num_done += 1
+
+        try:
+            await asyncio.gather(*(work() for _ in range(in_flight)))
+        finally:
+            await transport.close()
+            executor.close()
+        return seconds
+
+    return asyncio.run(main())
+
+
+def call_raw(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+    seconds: list[float] = []
+
+    def work() -> None:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        payload, answer = memoryview(bytearray(size)), memoryview(bytearray(size if kind == "echo" else 1))
+        num_done = 0
+        with sock:
+            while goes_on(num_done):
+                began = time.perf_counter()
+                sock.sendall(kind[:1].encode() + size.to_bytes(_HEAD_BYTES - 1, "big"))
+                sock.sendall(payload)
+                receive(sock, answer)
+                seconds.append(time.perf_counter() - began)
+                num_done += 1
+
+    threads = [threading.Thread(target=work) for _ in range(in_flight)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seconds
+
+
+CLIENTS = {"swarm": call_swarm, "swarm 8bit": call_swarm_8bit, "raw sockets": call_raw}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("server", choices=["swarm", "raw"])
+    torch.set_num_threads(1)
+    if parser.parse_args().server == "raw":
+        serve_raw()
+    else:
+        asyncio.run(serve_swarm())

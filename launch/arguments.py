@@ -25,7 +25,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 #: Computed from the data, so never given on a command line.
-_COMPUTED_FIELDS = frozenset({"data_digest", "tokenizer_digest"})
+_COMPUTED_FIELDS = frozenset({"data_digest", "tokenizer_digest", "weights", "weights_source"})
 #: Shorter names that DESIGN fixes for fields of `RunConfig`.
 _FIELD_ALIASES = {"num_stages": "--stages", "total_steps": "--steps"}
 _CONFIG_PREFIX = "config."
@@ -192,6 +192,12 @@ def add_data_options(parser: argparse._ActionsContainer) -> None:
                         help="evaluation data (default: the run file's, or a held-out part of the data)")
     parser.add_argument("--tokenizer", metavar="DIR", type=data_source, default=None,
                         help="tokenizer directory (default: the run file's, or one token for each byte)")
+
+
+def add_model_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--model", metavar="DIR|HUB_ID", default=None,
+                        help="where this machine has the run's model: a directory with config.json, weights and tokenizer, "
+                        "or a Hugging Face hub id (default: the run file's; a stage takes the weights from its peers)")
 
 
 # ------------------------------------------------------------------------------------------------ RunConfig fields

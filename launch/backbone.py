@@ -6,7 +6,14 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from launch.arguments import LaunchParser, add_data_options, add_logging_options, add_network_options, add_run_options
+from launch.arguments import (
+    LaunchParser,
+    add_data_options,
+    add_logging_options,
+    add_model_option,
+    add_network_options,
+    add_run_options,
+)
 from launch.devices import available_memory
 from launch.logs import Announcer
 from launch.reports import NO_REPORTS, Reports
@@ -21,7 +28,9 @@ PROGRAM = "launch_backbone"
 def parse(argv: Sequence[str]) -> Namespace:
     parser = LaunchParser(PROGRAM, "Bootstrap and coordinate a run. Needs no GPU; a run may have several.")
     add_run_options(parser)
-    add_data_options(parser.add_argument_group("data (to create a run: its digest becomes part of the run)"))
+    group = parser.add_argument_group("data (to create a run: its digest becomes part of the run)")
+    add_data_options(group)
+    add_model_option(group)
     add_network_options(parser)
     add_logging_options(parser)
     return parser.parse(argv)

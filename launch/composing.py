@@ -15,7 +15,7 @@ from setproctitle import setproctitle
 
 from launch.logs import Announcer
 from launch.reports import Reports
-from launch.run_files import DataPaths, build_config, create_run, read_run_file
+from launch.run_files import DataPaths, build_config, create_run, read_run_file, with_model
 from launch.state_directory import claim_directory
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Address, new_incarnation
@@ -63,7 +63,9 @@ async def find_run(options: Namespace, transport: HttpTransport) -> KnownRun:
     paths = run_file.paths.overridden_by(options)
     if run_file.config_bytes is not None:
         return KnownRun(config_bytes=run_file.config_bytes, paths=paths)
-    config = create_run(build_config(run_file, {}), paths)
+    given = getattr(options, "model", None)
+    overrides, _ = with_model({} if given is None else {"model": given})
+    config = create_run(build_config(run_file, overrides), paths)
     return KnownRun(config_bytes=config.to_bytes(), paths=paths)
 
 

@@ -6,6 +6,7 @@ import re
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launch.arguments import (
@@ -27,7 +28,7 @@ from launch.local_swarm import RUN_FILE, LocalSwarm, SwarmPlan
 from launch.logs import Announcer
 from launch.metrics import MetricsFile
 from launch.reports import NO_REPORTS, Reports
-from launch.run_files import DataPaths, RunFile, build_config, read_run_file
+from launch.run_files import DataPaths, RunFile, build_config, read_run_file, with_model
 from launch.runner import main_of, run_until_done
 from launch.state_directory import claim_directory
 from launch.view import Picture, view_for
@@ -81,18 +82,21 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
     Raises:
         ConfigError: one line about whatever is wrong.
     """
-    overrides = config_overrides(options)
+    overrides, place = with_model(config_overrides(options))
     run_file = read_run_file(options.run) if options.run is not None else None
     stored = _stored_run(options.state_dir)
-    if run_file is None and not overrides and stored is not None:
-        run_file = stored
+    if run_file is None and stored is not None and (not overrides or (place is not None and len(overrides) == 2)):
+        run_file, overrides = stored, {}  # what to go on with is known; `--model` says only where its weights are
+    if run_file is not None and "model" in overrides:
+        run_file = replace(run_file, fields={k: v for k, v in run_file.fields.items() if k != "model_options"})
     config = build_config(run_file, overrides)
     local = run_file.local if run_file else {}
     state_dir = options.state_dir or _fresh_directory(config.name)
+    paths = (run_file.paths if run_file else DataPaths()).overridden_by(options)
     plan = SwarmPlan(
         peers_per_stage=options.peers_per_stage or local.get("peers_per_stage", DEFAULT_PEERS_PER_STAGE),
         trainers=options.trainers or local.get("trainers", DEFAULT_TRAINERS),
-        paths=(run_file.paths if run_file else DataPaths()).overridden_by(options),
+        paths=paths if place is None else replace(paths, model=place),
         state_dir=state_dir,
         state_dir_is_new=not state_dir.exists(),
         stored_config=stored.config_bytes if stored else None,

@@ -151,11 +151,13 @@ class LocalSwarm:
                     words += ["--memory-limit", str(memory)]
                 if plan.compile:
                     words.append("--compile")
+                if plan.paths.model is not None:
+                    words += ["--model", plan.paths.model]
                 if is_dotted(self._config.model):
                     words += ["--allow-import", self._config.model]
                 starts.append(self._spawn(self._heavy, f"stage-{stage}-{index}", "launch_stage", words, stage=stage))
         for index in range(plan.trainers):
-            words = [*join, "--port", "0", *plan.paths.arguments()]
+            words = [*join, "--port", "0", *plan.paths.with_tokenizer().arguments()]
             if plan.in_flight is not None:
                 words += ["--in-flight", str(plan.in_flight)]
             if plan.metrics is not None and index == 0:

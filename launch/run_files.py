@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launch.models import described, fields_of, place_of, tokenizer_in
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import is_dotted
@@ -20,21 +21,35 @@ PATH_KEYS = ("data", "eval_data", "tokenizer")
 #: Keys of the run file's `[local]` table, for `launch_local`.
 LOCAL_KEYS = ("peers_per_stage", "trainers")
 #: Filled from the data.
-DIGEST_KEYS = ("data_digest", "tokenizer_digest")
+DIGEST_KEYS = ("data_digest", "tokenizer_digest", "weights", "weights_source")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataPaths:
-    """Where this machine finds the run's data (a path, or a factory's dotted path); `None` is the built-in one."""
+    """Where this machine finds the run's data (a path, or a factory's dotted path); `None` is the built-in one.
+
+    `model` is a directory or hub id whose weights the run begins with.
+    """
 
     data: str | None = None
     eval_data: str | None = None
     tokenizer: str | None = None
+    model: str | None = None
 
     def overridden_by(self, options: Any) -> DataPaths:
-        """These paths, except where the command line (`--data`, `--eval-data`, `--tokenizer`) names others."""
-        given = {key: getattr(options, key) for key in PATH_KEYS if getattr(options, key, None) is not None}
+        """These paths, except where the command line (`--data`, `--eval-data`, `--tokenizer`, `--model`) names others."""
+        given = {key: getattr(options, key) for key in (*PATH_KEYS, "model") if getattr(options, key, None) is not None}
         return replace(self, **given)
+
+    def with_tokenizer(self) -> DataPaths:
+        """A model brings its tokenizer.
+
+        Raises:
+            ConfigError: it does not, and none is named.
+        """
+        if self.model is None or self.tokenizer is not None or is_dotted(self.data or ""):
+            return self
+        return replace(self, tokenizer=tokenizer_in(self.model))
 
     def arguments(self) -> list[str]:
         """The same paths as command-line words."""
@@ -78,7 +93,8 @@ def read_run_file(path: Path) -> RunFile:
     for key in table:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}")
-    paths = DataPaths(**{key: _data_path(path, key, table.pop(key)) for key in PATH_KEYS if key in table})
+    table, place = with_model(table, relative_to=path.parent)
+    paths = DataPaths(model=place, **{key: _data_path(path, key, table.pop(key)) for key in PATH_KEYS if key in table})
     return RunFile(path=path, fields=table, local=_local_table(path, table.pop("local", {})), paths=paths)
 
 
@@ -103,6 +119,19 @@ def _local_table(run_file: Path, table: Any) -> dict[str, int]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{run_file}: local.{key}: {value!r} is not a whole number of at least 1")
     return dict(table)
+
+
+def with_model(fields: Mapping[str, Any], *, relative_to: Path | None = None) -> tuple[dict[str, Any], str | None]:
+    """If `model` names a directory or hub id: its configuration in place of it, and where it is.
+
+    Raises:
+        ConfigError: it holds no model.
+    """
+    place = place_of(fields.get("model"), relative_to=relative_to)
+    if place is None:
+        return dict(fields), None
+    options = fields.get("model_options", {})
+    return {**fields, **fields_of(place, options if isinstance(options, Mapping) else {})}, place
 
 
 def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunConfig:
@@ -133,13 +162,16 @@ def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
     """
     from swarm.feed.feed import describe_data
 
-    described = describe_data(config, paths.data, paths.eval_data, paths.tokenizer)
+    paths = paths.with_tokenizer()
+    found = describe_data(config, paths.data, paths.eval_data, paths.tokenizer)
+    if paths.model is not None:
+        found |= described(paths.model)
     for key in DIGEST_KEYS:
         stated = getattr(config, key)
-        if stated and key in described and stated != described[key]:
-            raise ConfigError(f"{key}: the run states {stated[:12]}.., the data here has {str(described[key])[:12]}..")
-    vocab_size = described.pop("vocab_size")
-    fields = {**config.model_dump(), **described}
+        if stated and key in found and stated != found[key]:
+            raise ConfigError(f"{key}: the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}..")
+    vocab_size = found.pop("vocab_size")
+    fields = {**config.model_dump(), **found}
     if paths.tokenizer is not None and not is_dotted(config.model):
         stated = config.model_options.get("vocab_size", vocab_size)
         if stated < vocab_size:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from launch.arguments import (
     LaunchParser,
     add_logging_options,
+    add_model_option,
     add_network_options,
     add_run_options,
     auto_or_count,
@@ -46,6 +47,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                        help="torch.compile the stage's layers: some seconds once, then a GPU is a quarter faster or more")
     group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
                        help="a model of the user's own that this machine may import if the joined run names it")
+    add_model_option(group)
     add_network_options(parser)
     add_logging_options(parser)
     return parser.parse(argv)
@@ -65,9 +67,9 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
     async def build() -> tuple[StagePeer, Callable[[], None]]:
-        context, _ = await compose(options, "stage", max_inflight_bytes=options.memory_limit or available_memory() // 4)
+        context, run = await compose(options, "stage", max_inflight_bytes=options.memory_limit or available_memory() // 4)
         stage = await _choose(options.stage, context)
-        peer = _build_peer(context, stage, options)
+        peer = _build_peer(context, stage, options, run.paths.overridden_by(options).model)
         words = [*argv, "--stage", str(stage)] if options.stage is None else argv
         return peer, lambda: announce(PROGRAM, words, context, f"stage {stage}", announcer, reports)
 
@@ -85,7 +87,7 @@ async def _choose(wanted: int | None, context: PeerContext) -> int:
     return wanted
 
 
-def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePeer:
+def _build_peer(context: PeerContext, stage: int, options: Namespace, model: str | None) -> StagePeer:
     """Import what computes, seconds long, and put the peer together."""
     from launch.devices import (
         before_compiling,
@@ -99,19 +101,21 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace) -> StagePe
     before_importing_torch()
     if options.compile:
         before_compiling((options.state_dir or Path(tempfile.gettempdir())) / "compiled")
+    from launch.models import weights_for
     from models.registry import factory_of
     from swarm.peer.stage_peer import StagePeer
     from swarm.stage.device import compute_thread
     from swarm.stage.executor import ThreadExecutor
 
     use_threads(options.threads)
+    source = weights_for(context.config, model)
     may_import = options.run is not None or options.allow_import == context.config.model
     device = resolve_device(options.device)
     share_interpreter(device)
     return StagePeer(
         context,
         stage=stage,
-        factory=factory_of(context.config, may_import=may_import),
+        factory=factory_of(context.config, may_import=may_import, source=source),
         executor=compute_thread(device),
         background=ThreadExecutor("background"),
         device=device,

@@ -11,6 +11,7 @@ from launch.arguments import (
     LaunchParser,
     add_data_options,
     add_logging_options,
+    add_model_option,
     add_network_options,
     add_run_options,
     auto_or_positive,
@@ -36,6 +37,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_run_options(parser)
     group = parser.add_argument_group("training")
     add_data_options(group)
+    add_model_option(group)
     group.add_argument("--steps", metavar="N", type=positive_int, default=None,
                        help="leave after this many steps (default: stay until the run's last has committed)")
     group.add_argument("--in-flight", metavar="auto|N", type=auto_or_positive, default="auto",
@@ -57,7 +59,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
     async def build() -> tuple[Trainer, Callable[[], None]]:
         context, run = await compose(options, "trainer", max_inflight_bytes=available_memory() // 4)
-        paths = run.paths.overridden_by(options)
+        paths = run.paths.overridden_by(options).with_tokenizer()
         total_steps = context.config.total_steps
 
         def on_step(report: StepReport) -> None:

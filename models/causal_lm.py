@@ -5,7 +5,7 @@ names and initial values of parameters, the export; must not know how a stage co
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.cut import CausalLMStage
 from models.export import write_model
-from models.initial import initialize
+from models.initial import initialize, initialize_buffers
 from models.options import config_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -35,16 +35,17 @@ class CausalLMFactory:
     Args:
         run: the run; its seed, sequence length, number of stages and precision matter.
         options: see `models/options.py`.
+        strict: False takes the `config.json` of a checkpoint as `from_pretrained` does, unknown fields included.
 
     Raises:
         ConfigError: one line naming the option and what is wrong with it. Nothing has been allocated then.
     """
 
-    def __init__(self, run: RunConfig, options: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunConfig, options: Mapping[str, Any], *, strict: bool = True) -> None:
         self.num_stages = run.num_stages
         self._run = run
         self._dtype = torch.float64 if run.precision == "fp64" else torch.float32
-        self.config = config_of(options, run)
+        self.config = config_of(options, run, strict=strict)
         self.vocab_size: int = self.config.vocab_size
         whole = CausalLMStage(self.skeleton(), None)
         self.num_layers = whole.num_layers
@@ -64,8 +65,12 @@ class CausalLMFactory:
         return self._build(None)
 
     def outline(self, stage: int) -> CausalLMStage:
-        """The module of `stage` without memory: names, shapes and dtypes of what it will hold."""
-        return CausalLMStage(self.skeleton(), self.spans[stage])
+        """The module of `stage` with its parameters on the meta device, and its buffers, with their values, on the CPU."""
+        lm = self.skeleton()
+        module = CausalLMStage(lm, self.spans[stage])
+        self._tie(module)
+        initialize_buffers(module, _initializer(lm, module))
+        return module
 
     def skeleton(self) -> PreTrainedModel:
         """The whole model without memory."""
@@ -109,17 +114,25 @@ class CausalLMFactory:
         lm = self.skeleton()
         stage = CausalLMStage(lm, span)
         stage.to_empty(device="cpu")
-        for name, owner in self.ties.items():
-            parent, _, attribute = name.rpartition(".")
-            setattr(stage.get_submodule(parent), attribute, stage.get_parameter(owner))
-        owners: dict[torch.nn.Module, Any] = {}
-        for module in stage.modules():  # parents first
-            if isinstance(module, PreTrainedModel):
-                owners.update(dict.fromkeys(module.modules(), module))
-        initialize(stage, lambda child: owners.get(child, lm)._init_weights(child), self._run.seed)
+        self._tie(stage)
+        initialize(stage, _initializer(lm, stage), self._run.seed)
         for parameter in stage.parameters():  # not the buffers: rotary frequencies are fp32 in every precision
             parameter.data = parameter.data.to(self._dtype)
         return stage
+
+    def _tie(self, stage: torch.nn.Module) -> None:
+        for name, owner in self.ties.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(stage.get_submodule(parent), attribute, stage.get_parameter(owner))
+
+
+def _initializer(lm: PreTrainedModel, stage: torch.nn.Module) -> Callable[[torch.nn.Module], Any]:
+    """What gives a submodule its initial values: the code of the model that it is a part of."""
+    owners: dict[torch.nn.Module, Any] = {}
+    for module in stage.modules():  # parents first
+        if isinstance(module, PreTrainedModel):
+            owners.update(dict.fromkeys(module.modules(), module))
+    return lambda child: owners.get(child, lm)._init_weights(child)
 
 
 def _ties(whole: torch.nn.Module) -> dict[str, str]:

@@ -44,6 +44,27 @@ def initialize(module: torch.nn.Module, initializer: Callable[[torch.nn.Module],
                         raise ConfigError(f"{name}: the model's own code gives it no initial value")
 
 
+def initialize_buffers(module: torch.nn.Module, initializer: Callable[[torch.nn.Module], Any]) -> None:
+    """Give the buffers of a module without memory theirs, on the CPU, and their values; parameters stay without.
+
+    Raises:
+        ConfigError: if a buffer was left without a value.
+    """
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            made = torch.empty_like(buffer, device="cpu")
+            child.register_buffer(name, made.fill_(_nothing(made)), name not in child._non_persistent_buffers_set)
+    with torch.no_grad():
+        for child in reversed(list(module.modules())):  # children first
+            initializer(child)
+        for name, buffer in module.named_buffers():
+            if _is_missing(buffer):
+                parent, _, attribute = name.rpartition(".")
+                _own_constant(module.get_submodule(parent), attribute, buffer)
+                if _is_missing(buffer):
+                    raise ConfigError(f"{name}: the model's own code gives it no initial value")
+
+
 def _nothing(tensor: torch.Tensor) -> float | int | bool:
     """A value that no initialisation gives."""
     if tensor.is_floating_point():

@@ -16,9 +16,12 @@ from models.anatomy import check_family
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 
+#: Fields of a `config.json` that say how and by what it was saved.
+_NOISE = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 
-def config_of(options: Mapping[str, Any], run: RunConfig) -> PreTrainedConfig:
-    """The configuration of a causal LM that can be cut.
+
+def config_of(options: Mapping[str, Any], run: RunConfig, *, strict: bool = True) -> PreTrainedConfig:
+    """The configuration of a causal LM that can be cut; unless `strict`, from what transformers saved.
 
     Raises:
         ConfigError: one line naming the option and what is wrong with it.
@@ -35,13 +38,16 @@ def config_of(options: Mapping[str, Any], run: RunConfig) -> PreTrainedConfig:
     known = set(inspect.signature(config_class).parameters) | set(getattr(config_class, "__dataclass_fields__", ()))
     known |= set(config_class.attribute_map)
     unknown = sorted(set(fields) - known)
-    if unknown:
+    if not strict:
+        for name in _NOISE:
+            fields.pop(name, None)
+    elif unknown:
         raise ConfigError(f"model_options.{unknown[0]}: the {model_type} configuration has no such field")
     positions = config_class.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if positions in known and not {positions, "max_position_embeddings"} & fields.keys():
         fields[positions] = max(2048, run.sequence_length)
     try:
-        config = config_class(**fields, attn_implementation=attention)
+        config = config_class.from_dict(fields, attn_implementation=attention)
     except Exception as error:  # transformers raises several kinds for a field of the wrong type or value
         text = " ".join(str(error).split())
         raise ConfigError(f"model_options: {text[:300]}") from None

@@ -13,6 +13,8 @@ from swarm.base.config import RunConfig
 if TYPE_CHECKING:
     from models.causal_lm import CausalLMFactory
 
+#: The model whose configuration and weights came from files; not for people to name: they name the files.
+PRETRAINED = "pretrained"
 #: Bytes as tokens; sized so that 60 steps with the defaults of `RunConfig` cost less than a minute of one CPU core.
 LLAMA_TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 96, "num_hidden_layers": 6, "intermediate_size": 256,

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from models.presets import PRESETS
+from models.presets import PRESETS, PRETRAINED
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import import_factory, is_dotted
 
 if TYPE_CHECKING:
+    from models.shards import Source
     from swarm.stage.module import StageFactory
 
 
-def factory_of(config: RunConfig, *, may_import: bool = True) -> StageFactory:
+def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | None = None) -> StageFactory:
     """The factory of the run's model: a preset's, or what `package.module:factory` returns when called with `config`.
 
     Args:
         may_import: False refuses dotted paths. For a configuration that came from the network, pass what the operator
             of this machine agreed to: importing runs code.
+        source: where this machine has the files of a model whose weights came from files.
 
     Raises:
         ConfigError: one line: an unknown name, a failed import, a factory of the wrong kind, or unfit options.
     """
+    if config.model == PRETRAINED:
+        if config.lora is not None:
+            from models.lora import LoraFactory
+
+            return LoraFactory(config, source)
+        from models.pretrained import PretrainedFactory
+
+        return PretrainedFactory(config, source)
+    if config.lora is not None:
+        raise ConfigError(f"lora: adapters need a model with weights (--model DIR or a hub id), not {config.model}")
     if config.model in PRESETS:
         return PRESETS[config.model](config)
     if not is_dotted(config.model):
-        raise ConfigError(f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory")
+        raise ConfigError(f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory, "
+                          "directory or hub id")
     if not may_import:
         raise ConfigError(f"model {config.model}: this peer may not import it; --allow-import allows it if you trust the code")
     factory = import_factory(config.model, "model")(config)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from swarm.base.errors import ConfigError
 from swarm.base.ids import RunId
@@ -42,14 +42,43 @@ TIMING_PRESETS: dict[str, dict[str, float]] = {
 }
 
 
+class Lora(BaseModel):
+    """Adapters of low rank that are trained instead of the model (arXiv 2106.09685)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    r: int = Field(8, ge=1, le=4096, description="rank")
+    alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied with alpha / r")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
+    targets: tuple[str, ...] = Field((), description="last parts of layers' names; all linear ones but the head if empty")
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return [part for part in value.split("+") if part] if isinstance(value, str) else value
+
+
 class RunConfig(BaseModel):
     """One training job. The same on every peer; any change is another run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("swarm", min_length=1, max_length=64, description="a name for people")
-    model: str = Field("llama-tiny", description="a preset of models/, or package.module:factory")
+    model: str = Field(
+        "llama-tiny", description="a preset of models/, package.module:factory, a directory with config.json and weights, or a "
+        "Hugging Face hub id; of the latter two the run keeps the configuration and digests, never the place"
+    )
     model_options: dict[str, Any] = Field(default_factory=dict, description="overrides handed to the preset or factory")
+    weights: dict[str, str] = Field(
+        default_factory=dict, description="digests of the initial weights, by layer or file; empty where a seed makes them"
+    )
+    weights_source: str = Field("", max_length=200, description="hub id and revision of the initial weights, if they are public")
+    frozen: tuple[str, ...] = Field(
+        (), description="parameters that are not trained, as patterns such as model.embed_tokens.* or model.layers.[0-3].*"
+    )
+    lora: Lora | None = Field(
+        None, description="train adapters only: r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj; each may be left out"
+    )
     num_stages: int = Field(3, ge=1, le=1024, description="spans of layers the model is cut into")
     sequence_length: int = Field(64, ge=1, description="tokens per sample")
     micro_batch_size: int = Field(8, ge=1, description="samples per micro-batch (ticket)")
@@ -82,6 +111,19 @@ class RunConfig(BaseModel):
         1, ge=1, description="peers of every stage needed to start; above 1 also to go on, with a majority of the last members"
     )
     timing: Timing = Field(Timing(), description="deadlines")
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _adapter(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        return {key.strip(): text.strip() for key, _, text in pairs}
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _cross_check(self) -> RunConfig:

@@ -12,7 +12,7 @@ import numpy as np
 from swarm.base.errors import ConfigError
 
 #: Files of a tokenizer directory that decide what it does.
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
@@ -82,7 +82,7 @@ class DirectoryTokenizer:
         path = Path(directory)
         if not path.is_dir():
             raise ConfigError(f"tokenizer {directory}: no such directory")
-        files = [path / name for name in sorted(_TOKENIZER_FILES) if (path / name).is_file()]
+        files = [path / name for name in sorted(TOKENIZER_FILES) if (path / name).is_file()]
         if not files:
             raise ConfigError(f"tokenizer {directory}: holds no tokenizer file such as tokenizer.json")
         try:

@@ -18,7 +18,7 @@ from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
 from swarm.lifecycle.record import decide
 from swarm.peer.leasing import Leasing
-from swarm.peer.lineage import Lineage
+from swarm.peer.lineage import Lineage, without_ready
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.reign import Demoted, Key, Reign, Rivalry, Rosters
 from swarm.peer.stage_leads import StageLeads, StageLost
@@ -157,12 +157,19 @@ class Coordinator:
             short = [k for k, count in enumerate(counts) if count < config.min_peers_per_stage]
             quiet = reign.now - self._last_join
             if not short and quiet >= self._timing.genesis_quiet_s:
-                break
+                peers = [[j.member for j in self._joiners.values() if j.stage == k] for k in range(config.num_stages)]
+                record = await self._lineage.starting_record(peers, era=0)
+                bare = without_ready(record)
+                if not bare:
+                    break
+                reign.waiting_for = f"a peer of stages {bare} that has the initial weights (--model) or a checkpoint"
+                await reign.wait(self._timing.request_s)
+                continue
             reign.waiting_for = f"peers of stages {short}" if short else "more peers"
             await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
-        peers = [[j.member for j in self._joiners.values() if j.stage == k] for k in range(config.num_stages)]
-        self._joiners.clear()
-        await self._publish(await self._lineage.starting_record(peers, era=0), ())
+        for key in [x.key for members in record.members for x in members]:
+            self._joiners.pop(key, None)
+        await self._publish(record, ())
 
     async def _recover(self) -> None:
         """After an election: ask the members what they hold of the open steps, so that nothing is computed twice."""

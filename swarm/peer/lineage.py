@@ -20,6 +20,11 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 
+def without_ready(record: m.CommitRecord) -> list[int]:
+    """Stages of which no member holds the record's head: the run cannot go on from it."""
+    return [stage for stage, members in enumerate(record.members) if not any(x.ready for x in members)]
+
+
 class Lineage:
     """One coordinator's view of the run's history and of others'."""
 
@@ -36,15 +41,23 @@ class Lineage:
         run = self._reign.context.run
         records: dict[str, m.CommitRecord] = {}
         stages: list[dict[Key, list[Holding]]] = []
+        uninitialised: set[Key] = set()
         for stage, candidates in enumerate(peers):
             held = await together(*(self._holdings(stage, member) for member in candidates))
             stages.append({})
-            for member, found in zip(candidates, held, strict=True):
+            for member, (found, initial) in zip(candidates, held, strict=True):
                 records |= {r.head: r for r in found}
                 stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in found]
+                if not initial:
+                    uninitialised.add(member.key)
         best, reason = newest_complete(stages)
         if best is None:
-            members = tuple(tuple(x.model_copy(update={"ready": True}) for x in xs) for xs in peers)
+            members = tuple(
+                tuple(sorted(
+                    (x.model_copy(update={"ready": x.key not in uninitialised}) for x in xs), key=lambda x: not x.ready
+                ))
+                for xs in peers
+            )  # fmt: skip
             genesis = genesis_record(self._reign.config, run, self._reign.ballot, members)
             return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members)
         logger.info("going on from an earlier head: %s", reason)
@@ -59,12 +72,14 @@ class Lineage:
             records[best.head], era=max(era, best.era + 1), ballot=self._reign.ballot, members=members
         )
 
-    async def _holdings(self, stage: int, member: m.Member) -> tuple[m.CommitRecord, ...]:
+    async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
+        """What it holds, and whether it can make the initial values."""
         try:
             request = m.Holdings(run=self._reign.context.run, stage=stage)
-            return (await self._reign.link.ask(member, request, m.Held))[0].records
+            held, _ = await self._reign.link.ask(member, request, m.Held)
+            return held.records, held.initial
         except (LinkError, RemoteError):
-            return ()
+            return (), True
 
     async def _live_peers(self) -> list[list[m.Member]]:
         """Announced peers of every stage that answer."""
@@ -89,6 +104,11 @@ class Lineage:
             logger.error("stages %s have no live peer: the run waits for one", empty)
             return None
         record = await self.starting_record(peers, era=self._reign.newest.era + 1)
+        bare = without_ready(record)
+        if bare:
+            self._reign.waiting_for = f"a peer of stages {bare} that has the initial weights or a checkpoint"
+            logger.error("no live peer of stages %s has the initial weights or a checkpoint: the run waits for one", bare)
+            return None
         logger.error(
             "the run is set back from step %d to step %d: %d committed steps are discarded",
             self._reign.newest.step + 1, record.step + 1, self._reign.newest.step - record.step,

@@ -116,7 +116,7 @@ class Membership:
             self._move("synced")
             return
         async with member.commit_lock:
-            member.queued = []
+            member.queued, member.is_bare = [], False
         donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
         self._link.context.rng.shuffle(donors)
         try:

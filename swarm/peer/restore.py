@@ -38,10 +38,10 @@ class RestorePoints:
         member = self._member
         if member.queued is None and member.versions.newest.num_commits > 0:
             records[member.versions.newest.head] = member.versions.newest.record
-        for checkpoint in await self._checkpoints():
+        for checkpoint in await self._checkpoints() if member.compute.has_frozen else []:
             records.setdefault(checkpoint.record.head, checkpoint.record)
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
-        return m.Held(member=member.me, records=tuple(newest_first[:16]))
+        return m.Held(member=member.me, records=tuple(newest_first[:16]), initial=member.compute.has_values)
 
     async def _checkpoints(self) -> list[StageCheckpoint]:
         """This stage's checkpoints of this run, newest first."""
@@ -67,7 +67,11 @@ class RestorePoints:
             state = member.versions.state()
             version = make_version(record, compute.layout, state.version.masters, compute.dtype)
             return StageState(version, state.optimizer, state.previous)
+        if not compute.has_frozen:
+            return None
         if record.head == genesis_head(record.run):
+            if not compute.has_values:
+                return None
             masters = (await member.executor.run(compute.initial_masters, Priority.CONTROL)).value
             version = make_version(record, compute.layout, masters, compute.dtype)
             return StageState(version, OptimizerState.zero(masters))

@@ -77,7 +77,7 @@ class StageMember:
         self.background = background
         self._tasks = tasks
         initial = genesis_record(self.config, self.context.run, ZERO_BALLOT, ((),) * self.config.num_stages)
-        masters = compute.initial_masters()
+        masters = compute.initial_masters() if compute.has_values else compute.no_masters()
         self.versions = VersionStore(
             make_version(initial, compute.layout, masters, compute.dtype),
             OptimizerState.zero(masters),
@@ -86,7 +86,9 @@ class StageMember:
         #: Newest record seen; None before genesis.
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
-        self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None
+        self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None if compute.has_values else []
+        #: Holds no state yet and downloads none: it may still restore one.
+        self.is_bare = not compute.has_values
         self.promised: Ballot = ZERO_BALLOT
         self.coordinator: m.Member | None = None
         self.committed = asyncio.Condition()
@@ -254,8 +256,9 @@ class StageMember:
                 assert known is not None
                 self._forget(known, record)
             if record.step == -1 or set_back or (known is None and record.era > 0):
-                state = await self.restore(record) if self.queued is None else None
+                state = await self.restore(record) if self.queued is None or self.is_bare else None
                 if state is not None:
+                    self.queued, self.is_bare = None, False
                     self.versions.replace(state)
                     await self.refresh_digest()
                 elif self.queued is not None:

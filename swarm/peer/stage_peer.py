@@ -70,7 +70,8 @@ class StagePeer:
         self._tasks = Tasks()
         self.link = Link(context)
         compute = StageCompute(
-            factory, stage, precision=config.precision, seed=config.seed, device=device, compile=compile
+            factory, stage, precision=config.precision, seed=config.seed, device=device, compile=compile,
+            frozen=config.frozen,
         )
         compute.show_progress(executor)
         self.member = StageMember(self.link, stage, compute, executor, background, self._tasks)

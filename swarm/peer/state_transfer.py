@@ -33,7 +33,12 @@ logger = logging.getLogger(__name__)
 MAX_PINS = 1
 PIN_STALLS = 2.0
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = {
+    "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8, "int8": torch.int8,
+}  # fmt: skip
+#: Entries of parameters that are not trained: never changed, and only asked for by a peer that has no files.
+_FROZEN = "frozen/"
 
 
 def _tensors(state: StageState) -> dict[str, torch.Tensor]:
@@ -58,6 +63,8 @@ class StateDonor:
     def __init__(self, link: Link, member: StageMember) -> None:
         self._member = member
         self._pins: dict[str, _Pin] = {}
+        #: Entries of the manifest for what never changes.
+        self._frozen_entries: list[tuple[str, str, int, str]] | None = None
         link.register(m.StateOffer, self._on_offer)
         link.register(m.StateRange, self._on_range)
 
@@ -89,18 +96,25 @@ class StateDonor:
             if len(self._pins) >= MAX_PINS:
                 raise Refuse("busy", f"{MAX_PINS} snapshots are being served; ask another member")
             progress.follow(lambda: member.background.finished)
-            entries = []
-            for name, tensor in _tensors(state).items():
-                digest = await member.background.run(lambda t=tensor: digest_of([t]), Priority.CONTROL)  # type: ignore[misc]
-                entries.append((name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), digest.value))
+            frozen = {_FROZEN + name: tensor.detach().view(-1) for name, tensor in member.compute.frozen.items()}
+            if self._frozen_entries is None:
+                self._frozen_entries = await self._entries(frozen)
             manifest = m.StateManifest(
                 record=state.version.record, previous=state.previous.record if state.previous else None,
-                entries=tuple(entries), num_updates=state.optimizer.num_updates,
+                entries=(*await self._entries(_tensors(state)), *self._frozen_entries),
+                num_updates=state.optimizer.num_updates,
             )  # fmt: skip
-            pin = self._pins[state.version.head] = _Pin(_tensors(state), manifest, 0.0)
+            pin = self._pins[state.version.head] = _Pin(_tensors(state) | frozen, manifest, 0.0)
         pin.until = now + PIN_STALLS * member.config.timing.stall_s
         pin.users += 1
         return pin.manifest
+
+    async def _entries(self, tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, int, str]]:
+        entries = []
+        for name, tensor in tensors.items():
+            digest = await self._member.background.run(lambda t=tensor: digest_of([t]), Priority.CONTROL)  # type: ignore[misc]
+            entries.append((name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), digest.value))
+        return entries
 
     async def _on_range(self, message: m.StateRange, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
@@ -124,12 +138,28 @@ class _Incoming:
         self._link = link
         self._member = member
         self.manifest = manifest
-        num_elements, dtype = member.compute.layout.num_elements, member.compute.master_dtype
-        for name, dtype_name, length, _ in manifest.entries:
+        compute = member.compute
+        #: Name, dtype, length and digest of what is wanted.
+        self._wanted = [
+            entry for entry in manifest.entries if not (entry[0].startswith(_FROZEN) and compute.has_frozen)
+        ]
+        missing = {_FROZEN + name for name in compute.frozen} - {name for name, *_ in self._wanted}
+        if missing and not compute.has_frozen:
+            raise RemoteError(f"the snapshot lacks {len(missing)} parameters that are not trained, first {min(missing)}")
+        self._tensors = {}
+        for name, dtype_name, length, _ in self._wanted:
+            target = compute.frozen.get(name.removeprefix(_FROZEN)) if name.startswith(_FROZEN) else None
+            num_elements, dtype = compute.layout.num_elements, compute.master_dtype
+            if name.startswith(_FROZEN) and target is None:
+                raise RemoteError(f"{name} is no parameter of this stage")
+            if target is not None:
+                num_elements, dtype = target.numel(), target.dtype
             if length != num_elements or _DTYPES.get(dtype_name) != dtype:
                 raise RemoteError(f"{name} has {length} elements of {dtype_name}, this stage {num_elements} of {dtype}")
-        self._tensors = {name: torch.empty(num_elements, dtype=dtype) for name, _, _, _ in manifest.entries}
-        self._pending = deque((name, o) for name in self._tensors for o in range(0, num_elements, CHUNK_ELEMENTS))
+            self._tensors[name] = torch.empty(num_elements, dtype=dtype) if target is None else target.detach().view(-1)
+        self._pending = deque(
+            (name, offset) for name, tensor in self._tensors.items() for offset in range(0, tensor.numel(), CHUNK_ELEMENTS)
+        )
         self._under_way = 0
         self._changed = asyncio.Condition()
 
@@ -184,12 +214,14 @@ class _Incoming:
         """
         compute = self._member.compute
         tensors = {}
-        for name, _, _, digest in self.manifest.entries:
+        for name, _, _, digest in self._wanted:
             flat = self._tensors[name]
             found = await self._member.background.run(lambda f=flat: digest_of([f]), Priority.CONTROL)  # type: ignore[misc]
             if found.value != digest:
                 raise RemoteError(f"{name}: the digest differs from the one announced")
-            tensors[name] = flat.to(compute.device)
+            if not name.startswith(_FROZEN):
+                tensors[name] = flat.to(compute.device)
+        compute.has_frozen = True
         if set(tensors) - {"previous"} != {"masters", "first", "second"}:
             raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
         previous = None
@@ -246,7 +278,9 @@ async def _from_offers(
         try:
             return await incoming.verified()
         except RemoteError as error:
-            reasons.append(f"{', '.join(d.peer[:8] for d in sources)}: {error}")
+            names = ", ".join(donor.peer[:8] for donor in sources)
+            logger.warning("stage %d: no state from %s: %s", member.stage, names, error)
+            reasons.append(f"{names}: {error}")
     for donor in sources if incoming.complete else []:  # one of them is to blame: each alone
         incoming = _Incoming(link, member, newest)
         try:

@@ -6,8 +6,9 @@ recomputation all use the parameters it was issued for.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.layout import Layout
-from swarm.stage.module import Compilable, StageFactory, Tensors
+from swarm.stage.module import Compilable, StageFactory, StreamingFactory, Tensors, replace_parameters
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,8 +62,9 @@ class StageCompute:
     """
 
     def __init__(
-        self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu", compile: bool = False
-    ) -> None:
+        self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu", compile: bool = False,
+        frozen: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.stage = stage
         self.last = stage == factory.num_stages - 1
         self.device = device
@@ -70,13 +72,24 @@ class StageCompute:
         self.master_dtype = MASTER_DTYPES[precision]
         self._seed = seed
         self._factory = factory
-        module = factory.build(stage)
+        streams = isinstance(factory, StreamingFactory)
+        module = factory.outline(stage) if isinstance(factory, StreamingFactory) else factory.build(stage)
+        for name, parameter in module.named_parameters():
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen):
+                parameter.requires_grad_(False)
         self.layout = Layout.of(module)
-        self._first_masters: torch.Tensor | None = self._masters_of(module)
-        for parameter in module.parameters():  # values live in versions; the module keeps only its shape
-            if parameter.requires_grad:
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
+        #: Parameters that are not trained and that no seed gives: part of what a newcomer takes over.
+        self.frozen: Tensors = self._place_frozen(module) if streams else {}
+        #: Whether this peer can make the initial values by itself.
+        self.has_values = factory.has_values if isinstance(factory, StreamingFactory) else True
+        #: Whether `frozen` holds values: from files, or once they were taken over from another peer.
+        self.has_frozen = self.has_values or not self.frozen
+        self._first_masters: torch.Tensor | None = None if streams else self._masters_of(module)
+        # Values of trained parameters live in versions: the module keeps their places only.
+        replace_parameters(module, lambda _, p: torch.empty(0, dtype=p.dtype) if p.requires_grad else None)
         self._module = module.to(device)
+        if streams and self.has_values:
+            self._first_masters = self._stream(self.frozen)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._ticket = Ticket(0, 0)
         self._calls: dict[str, int] = {}
@@ -86,13 +99,47 @@ class StageCompute:
                 child.register_forward_pre_hook(self._seed_dropout(name))
 
     def initial_masters(self) -> torch.Tensor:
-        """The initial values, flat [N]; handed out once, then built again, since they are hardly ever needed."""
+        """The initial values, flat [N]; handed out once, then made again, since they are hardly ever needed.
+
+        Raises:
+            LookupError: this peer cannot make them (`has_values`).
+        """
+        if not self.has_values:
+            raise LookupError("this machine has no files with the initial values")
         masters, self._first_masters = self._first_masters, None
-        return masters if masters is not None else self._masters_of(self._factory.build(self.stage))
+        if masters is not None:
+            return masters
+        if isinstance(self._factory, StreamingFactory):
+            return self._stream({})
+        return self._masters_of(self._factory.build(self.stage))
+
+    def no_masters(self) -> torch.Tensor:
+        """A place for values that are still to come, flat [N]."""
+        return torch.zeros(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
+
+    def _stream(self, frozen: Tensors) -> torch.Tensor:
+        """The initial values from files, straight into masters on the device; fills `frozen` on the way."""
+        assert isinstance(self._factory, StreamingFactory)
+        masters = torch.empty(self.layout.num_elements, dtype=self.master_dtype, device=self.device)
+        self._factory.load(self.stage, {**self.layout.named(masters), **frozen})
+        return masters
+
+    def _place_frozen(self, module: torch.nn.Module) -> Tensors:
+        """Give the parameters of an outline that are not trained their memory, in the precision of the computation."""
+        placed: Tensors = {}
+
+        def place(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+            if not parameter.requires_grad:
+                placed[name] = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+            return placed.get(name)
+
+        replace_parameters(module, place)
+        return placed
 
     def _masters_of(self, module: torch.nn.Module) -> torch.Tensor:
+        values = dict(module.named_parameters())
         return self.layout.flatten(
-            (p for p in module.parameters() if p.requires_grad), dtype=self.master_dtype, device=self.device
+            (values[name] for name in self.layout.names), dtype=self.master_dtype, device=self.device
         )
 
     def _compile(self) -> list[torch.nn.Module]:
@@ -189,6 +236,9 @@ class StageCompute:
             output_gradients: by output name, or None at the last stage (the loss sum's gradient is the version's loss
                 scale: all gradients of the micro-batch are multiplied with it).
         """
+        if not activation.version.parameters and not any(t.requires_grad for t in activation.inputs.values()):
+            activation.outputs = None  # nothing is trained here or before: nobody wants a gradient
+            return Gradients({}, [])
         outputs = activation.outputs
         if outputs is None or not any(t.requires_grad for t in outputs.values()):
             outputs = self._outputs(activation, True)

@@ -6,7 +6,7 @@ each stage; the engine calls it with other parameter values through `torch.func.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -52,3 +52,37 @@ class Compilable(Protocol):
     def example(self, num_samples: int, sequence_length: int) -> tuple[Tensors, Tensors | None]:
         """`inputs` and `labels` of the shapes and dtypes that training uses, on the CPU."""
         ...
+
+
+@runtime_checkable
+class StreamingFactory(StageFactory, Protocol):
+    """A factory whose initial values lie in files: they are read straight to where they are used.
+
+    A peer without the files has the same modules, and takes the values from its stage's other peers.
+    """
+
+    #: Whether this machine has the files.
+    has_values: bool
+
+    def outline(self, stage: int) -> torch.nn.Module:
+        """The module of `stage` with its parameters on the meta device and its buffers, with values, on the CPU."""
+        ...
+
+    def load(self, stage: int, into: Mapping[str, torch.Tensor]) -> None:
+        """Write the initial values of `stage` into tensors by parameter name, of any floating dtype and device.
+
+        Raises:
+            ConfigError: one line: a file is missing or damaged, or the values are not those of the run.
+        """
+        ...
+
+
+def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    """Put another tensor in the place of each parameter for which `make(name, parameter)` gives one; ties stay tied."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        value = make(name, parameter)
+        made[parameter] = parameter if value is None else torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            setattr(child, name, made[parameter])

@@ -25,7 +25,14 @@ class OptimizerState:
 
     @classmethod
     def zero(cls, masters: torch.Tensor) -> OptimizerState:
-        return cls(torch.zeros_like(masters), torch.zeros_like(masters), 0)
+        """Before the first update. On a CPU the moments take memory only once they are written to."""
+        return cls(_zeros_like(masters), _zeros_like(masters), 0)
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        return torch.zeros_like(tensor)
+    return torch.from_numpy(np.zeros(tensor.shape, dtype=tensor.numpy().dtype))
 
 
 #: Elements that one pass handles: its temporaries stay in a CPU's cache, and take a small part of a GPU's memory.

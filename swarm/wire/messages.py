@@ -476,11 +476,13 @@ class Holdings(Message):
 
 
 class Held(Message):
-    """Records whose heads this peer holds in memory or on disk, newest first; every peer can make the initial values."""
+    """Records whose heads this peer holds in memory or on disk, newest first, and if it can make the initial values."""
 
     kind: Literal["held"] = "held"
     member: Member
     records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=64)] = ()
+    #: False where they lie in files that this peer does not have.
+    initial: bool = True
 
 
 class FetchAverage(Message):

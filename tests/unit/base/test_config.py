@@ -11,7 +11,8 @@ from swarm.base.errors import ConfigError
 
 #: Another valid value for every field; a new field must be added here, so that nobody forgets that it changes the run.
 OTHER_VALUES: dict[str, object] = {
-    "name": "other", "model": "gpt2-tiny", "model_options": {"hidden_size": 8}, "num_stages": 4, "sequence_length": 65,
+    "name": "other", "model": "gpt2-tiny", "model_options": {"hidden_size": 8}, "weights": {"a": "b"},
+    "weights_source": "a/b@c", "frozen": ["a.*"], "lora": {"r": 4}, "num_stages": 4, "sequence_length": 65,
     "micro_batch_size": 4, "target_batch_size": 128, "total_steps": 61, "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.9,
     "epsilon": 1e-7, "weight_decay": 0.1, "max_grad_norm": 2.0, "lr_schedule": "linear", "warmup_steps": 6,
     "min_lr_ratio": 0.2, "precision": "bf16", "compression": "none", "seed": 1, "delay_steps": 1, "dataset": "other",

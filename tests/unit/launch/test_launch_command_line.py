@@ -208,5 +208,5 @@ def test_every_field_of_the_configuration_is_an_option_with_its_default(capsys: 
 
     run_main("launch_local", "--help")
     text = capsys.readouterr().out
-    for name in RunConfig.model_fields.keys() - {"data_digest", "tokenizer_digest"}:
+    for name in RunConfig.model_fields.keys() - {"data_digest", "tokenizer_digest", "weights", "weights_source"}:
         assert f"--{name.replace('_', '-')} " in text, f"no option for {name}"

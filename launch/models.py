@@ -1,0 +1,102 @@
+"""Where a model's files are on this machine: a directory or a hub id becomes the run's fields and a source of weights.
+
+Owns the difference between a place, which is this machine's business, and the digests and configuration that are the
+run's. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from models.hub import Hub, is_hub_id
+from models.presets import PRETRAINED
+from models.shards import Directory, Shards, read_config
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+from swarm.feed.dotted import is_dotted
+from swarm.feed.tokenizers import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from models.shards import Source
+
+_log = logging.getLogger(__name__)
+
+
+def place_of(model: Any, *, relative_to: Path | None = None) -> str | None:
+    """The directory or hub id that `model` names, or None: a preset, a dotted path, or what is refused later.
+
+    Raises:
+        ConfigError: it is neither a directory nor anything else that a model may be.
+    """
+    from models.presets import PRESETS
+
+    if not isinstance(model, str) or model in PRESETS or model == PRETRAINED or is_dotted(model):
+        return None
+    path = (relative_to or Path()) / Path(model).expanduser()
+    if path.is_dir():
+        return str(path)
+    return model if is_hub_id(model) else None
+
+
+def source_of(place: str) -> Source:
+    """The files there.
+
+    Raises:
+        ConfigError: there is no such directory, or the hub does not know it.
+    """
+    return Directory(place) if Path(place).is_dir() or not is_hub_id(place) else Hub(place)
+
+
+def fields_of(place: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run says of its model: its `config.json`, with `options` over it.
+
+    Raises:
+        ConfigError: there is none, or it is malformed.
+    """
+    return {"model": PRETRAINED, "model_options": {**read_config(source_of(place)), **options}}
+
+
+def described(place: str) -> dict[str, Any]:
+    """Digests of the weights, and their public name. Reads a directory's bytes; may take seconds.
+
+    Raises:
+        ConfigError: one line naming the file and what is wrong with it.
+    """
+    source = source_of(place)
+    return {"weights": Shards(source).stated_digests(), "weights_source": source.name if isinstance(source, Hub) else ""}
+
+
+def tokenizer_in(place: str) -> str:
+    """The directory with the model's tokenizer.
+
+    Raises:
+        ConfigError: the model brings none.
+    """
+    source = source_of(place)
+    directory = source.fetch(TOKENIZER_FILES) if isinstance(source, Hub) else Path(place)
+    if directory is None or not any((directory / file).is_file() for file in TOKENIZER_FILES):
+        raise ConfigError(f"model {place}: brings no tokenizer such as tokenizer.json; name one with --tokenizer DIR")
+    return str(directory)
+
+
+def weights_for(config: RunConfig, place: str | None) -> Source | None:
+    """Where this machine finds the weights of a run: `place`, else the hub that the run names, else nowhere.
+
+    Raises:
+        ConfigError: `place` is no model.
+    """
+    if config.model != PRETRAINED:
+        if place is not None:
+            raise ConfigError(f"--model {place}: the run's model is {config.model}, which needs no weights")
+        return None
+    if place is not None:
+        return source_of(place)
+    if config.weights_source:
+        try:
+            return Hub(config.weights_source)
+        except ConfigError as error:
+            _log.warning("%s; taking the weights from other peers of the stage", error)
+    return None

@@ -1,0 +1,148 @@
+"""LoRA adapters in a cut model (Hu et al., arXiv 2106.09685), through peft. Owns where they sit, their first values and
+their files; must not know how stages are trained.
+
+Only the adapters are trained, averaged, checkpointed and exported. Their names are those of the whole model, whatever the
+cut; a stage without a target layer has none.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.initial import uniform
+from models.pretrained import PretrainedFactory
+from models.shards import Source
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError, StorageError
+
+ADAPTER = "default"
+_A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+#: What peft puts between a layer's name and that of the weight it had before.
+_BASE = ".base_layer."
+#: What peft puts before the names of the whole model, in an adapter's file.
+_PREFIX = "base_model.model."
+
+
+class LoraFactory:
+    """The stages of a pretrained model with adapters in them (a `swarm.stage.module.StreamingFactory`).
+
+    Raises:
+        ConfigError: peft is not installed, or no layer of the model is a target.
+    """
+
+    def __init__(self, run: RunConfig, source: Source | None) -> None:
+        assert run.lora is not None
+        self._run = run
+        self._lora = run.lora
+        self.base = PretrainedFactory(run, source)
+        self.num_stages = self.base.num_stages
+        self.has_values = self.base.has_values
+        self._peft = _import_peft()
+        self._targets = self._target_names()
+
+    @property
+    def config(self) -> Any:
+        """Of the Hugging Face model."""
+        return self.base.config
+
+    def _target_names(self) -> list[str]:
+        """Last parts of the target layers' names: those that were asked for, or every linear layer but the head."""
+        outlines = [self.base.outline(stage) for stage in range(self.num_stages)]
+        found = {name.rpartition(".")[2] for outline in outlines for name in _linear_layers(outline)}
+        unknown = [name for name in self._lora.targets if name not in found]
+        if unknown or not found:
+            layers = ", ".join(sorted(found)) or "none"
+            raise ConfigError(f"lora.targets {''.join(unknown[:1])}: the linear layers of the model are {layers}")
+        return sorted(self._lora.targets or found)
+
+    # ------------------------------------------------------------------------------------------------ stages
+
+    def outline(self, stage: int) -> torch.nn.Module:
+        module = self.base.outline(stage)
+        targets = [name for name in _linear_layers(module) if name.rpartition(".")[2] in self._targets]
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        if targets:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._peft.inject_adapter_in_model(self._peft_config(targets), module, ADAPTER, low_cpu_mem_usage=True)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.endswith((_A, _B)))
+        return module
+
+    def load(self, stage: int, into: Mapping[str, torch.Tensor]) -> None:
+        base = {}
+        for name, target in into.items():
+            if name.endswith(_A):
+                bound = target.shape[1] ** -0.5
+                target.copy_(uniform(self._run.seed, name, tuple(target.shape), -bound, bound, 0))
+            elif name.endswith(_B):
+                target.zero_()
+            else:
+                base[name.replace(_BASE, ".")] = target
+        if base:
+            self.base.load(stage, base)
+
+    def build(self, stage: int) -> torch.nn.Module:
+        """The module of `stage` on the CPU, in fp64 if the run's precision is that, else in fp32."""
+        return self.base.filled(self.outline(stage), stage, self.load)
+
+    def _peft_config(self, targets: list[str]) -> Any:
+        lora = self._lora
+        return self._peft.LoraConfig(
+            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, bias="none",
+            task_type="CAUSAL_LM", base_model_name_or_path=self._run.weights_source or None,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------ export
+
+    def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: str | os.PathLike[str]) -> None:
+        """Write a directory that `peft.PeftModel.from_pretrained` loads onto the base model.
+
+        Raises:
+            StorageError: if the directory cannot be written.
+            ValueError: if a parameter is no adapter's, or one is missing.
+        """
+        from safetensors.torch import save_file
+
+        stages = [self.outline(stage) for stage in range(self.num_stages)]
+        wanted = {name for module in stages for name, p in module.named_parameters() if p.requires_grad}
+        if params.keys() != wanted:
+            raise ValueError(f"parameters do not fit, such as {min(params.keys() ^ wanted)}")
+        path = Path(directory)
+        tensors = {
+            _PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach().to(torch.float32).cpu().contiguous()
+            for name, parameter in params.items()
+        }
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            partial = path / "adapter_model.safetensors.partial"
+            save_file(tensors, partial, metadata={"format": "pt"})
+            os.replace(partial, path / "adapter_model.safetensors")
+            config = self._peft_config(self._targets)
+            config.inference_mode = True
+            config.save_pretrained(path)
+        except Exception as error:  # safetensors raises its own type for a full disk
+            raise StorageError(f"cannot write the adapter to {path}: {error}") from error
+
+
+def _linear_layers(module: torch.nn.Module) -> list[str]:
+    """Full names of the linear layers inside the numbered ones."""
+    return [
+        name for name, child in module.named_modules()
+        if isinstance(child, torch.nn.Linear) and any(part.isdigit() for part in name.split("."))
+    ]  # fmt: skip
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("LoRA needs peft: pip install 'swarm-train[lora]'") from None
+    return peft

@@ -1,0 +1,278 @@
+"""A model's weights as files: sharded safetensors with an index. Owns names, offsets, digests; must not know any model.
+
+Only headers are read at first; `read` then takes one tensor's bytes through a small buffer, so a peer opens only the
+shards that it needs and holds nothing twice (a mapped file would). Needs no torch: a run's creator may have none.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes header size, JSON header, then the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from swarm.base.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+#: Bytes of each element by the format's name of the type.
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_MAX_HEADER_BYTES = 10**8
+_CHUNK_BYTES = 2**24
+_READING_THREADS = 4
+
+
+class Source(Protocol):
+    """Where a model's files are: a directory, or a hub that fetches what is asked for."""
+
+    #: For errors: what the operator named.
+    name: str
+
+    def path(self, file: str) -> Path | None:
+        """The file on this machine; None if the source has no such file."""
+        ...
+
+    def extra_shards(self, known: Iterable[str]) -> list[str]:
+        """Files that look like shards and are none of `known`."""
+        ...
+
+
+class Directory:
+    """A local directory.
+
+    Raises:
+        ConfigError: there is no such directory.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.name = str(directory)
+        self._path = Path(directory)
+        if not self._path.is_dir():
+            raise ConfigError(f"model {directory}: no such directory")
+
+    def path(self, file: str) -> Path | None:
+        path = self._path / file
+        return path if path.is_file() else None
+
+    def extra_shards(self, known: Iterable[str]) -> list[str]:
+        return sorted({path.name for path in self._path.glob("*.safetensors")} - set(known))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies: bytes `start:end` of `path`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_config(source: Source) -> dict[str, Any]:
+    """The model's `config.json`.
+
+    Raises:
+        ConfigError: it is missing or malformed.
+    """
+    path = source.path(CONFIG_FILE)
+    if path is None:
+        raise ConfigError(f"model {source.name}: holds no {CONFIG_FILE}")
+    config = _json(path)
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{path}: names no model_type")
+    return config
+
+
+def block_of(name: str) -> str:
+    """The layer that a tensor belongs to, such as `model.layers.3`; the tensor itself outside all layers."""
+    parts = name.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+class Shards:
+    """The tensors of one model.
+
+    Raises:
+        ConfigError: one line naming the file: no weights, an index that is malformed, a shard that is missing, or one
+            that the index does not name.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._headers: dict[str, dict[str, Entry]] = {}
+        index = source.path(INDEX_FILE)
+        if index is not None:
+            weight_map = _json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map or not all(
+                isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+            ):
+                raise ConfigError(f"{index}: has no weight_map of tensor names to files")
+            self._files: dict[str, str] = dict(weight_map)
+        elif source.path(SINGLE_FILE) is not None:
+            self._files = {name: SINGLE_FILE for name in self._header(SINGLE_FILE)}
+        else:
+            pickled = any(source.path(file) for file in ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+            hint = "its weights are pickled, which is never read: save it as safetensors first" if pickled else (
+                f"holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise ConfigError(f"model {source.name}: {hint}")
+        extra = source.extra_shards(set(self._files.values()))
+        if extra:
+            raise ConfigError(f"model {source.name}: {extra[0]} is no shard that the index names; remove it, or name it there")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of every tensor that the index names."""
+        return frozenset(self._files)
+
+    @property
+    def opened(self) -> frozenset[str]:
+        """Files that were opened so far."""
+        return frozenset(self._headers)
+
+    def entry(self, name: str) -> Entry:
+        """Where tensor `name` lies. Opens its shard.
+
+        Raises:
+            ConfigError: the shard is missing, truncated, malformed, or does not hold the tensor.
+        """
+        file = self._files[name]
+        found = self._header(file).get(name)
+        if found is None:
+            raise ConfigError(f"model {self.source.name}: {file} does not hold {name}, which the index places there")
+        return found
+
+    def _header(self, file: str) -> dict[str, Entry]:
+        if file not in self._headers:
+            path = self.source.path(file)
+            if path is None:
+                raise ConfigError(f"model {self.source.name}: {file}, which the index names, is missing")
+            self._headers[file] = _read_header(path)
+        return self._headers[file]
+
+    def read(self, entry: Entry, take: Callable[[int, memoryview], None], digest: Any) -> None:
+        """Give `take(offset, chunk)` the tensor's bytes in order, and `digest` too. The chunk is valid during the call.
+
+        Raises:
+            ConfigError: the file cannot be read to its end.
+        """
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(1, entry.end - entry.start))))
+        try:
+            with open(entry.path, "rb", buffering=0) as file:
+                file.seek(entry.start)
+                done, size = 0, entry.end - entry.start
+                while done < size:
+                    chunk = buffer[: min(len(buffer), size - done)]
+                    filled = 0
+                    while filled < len(chunk):
+                        count = file.readinto(chunk[filled:])
+                        if not count:
+                            raise ConfigError(f"{entry.path}: is truncated")
+                        filled += count
+                    digest.update(chunk)
+                    take(done, chunk)
+                    done += filled
+        except OSError as error:
+            raise ConfigError(f"{entry.path}: {error.strerror}") from None
+
+    def stated_digests(self) -> dict[str, str]:
+        """What a run states of its weights: of each file, where the hub tells it, else of each layer's tensors."""
+        tell = getattr(self.source, "file_digest", None)
+        if tell is None:
+            return self.digests()
+        return {file: tell(file) or self.digest_of_file(file) for file in sorted(set(self._files.values()))}
+
+    def digest_of_file(self, file: str) -> str:
+        """SHA-256 of a whole shard."""
+        self._header(file)
+        path = self.source.path(file)
+        assert path is not None
+        try:
+            with open(path, "rb") as handle:
+                return hashlib.file_digest(handle, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from None
+
+    def file_of(self, name: str) -> str:
+        """The shard that holds tensor `name`, by the index."""
+        return self._files[name]
+
+    def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """For each block its digest: of the whole model, or of the blocks that `names` make up. Reads all their bytes."""
+        wanted = sorted(self.names if names is None else names)
+        with ThreadPoolExecutor(_READING_THREADS, "digest") as pool:
+            leaves = dict(zip(wanted, pool.map(self._leaf, [self.entry(name) for name in wanted]), strict=True))
+        return block_digests({name: (self.entry(name), leaf) for name, leaf in leaves.items()})
+
+    def _leaf(self, entry: Entry) -> bytes:
+        digest = hashlib.sha256()
+        self.read(entry, lambda offset, chunk: None, digest)
+        return digest.digest()
+
+
+def block_digests(leaves: Mapping[str, tuple[Entry, bytes]]) -> dict[str, str]:
+    """From each tensor's SHA-256 to each block's: 64 hex digits over names, types, shapes and bytes."""
+    blocks: dict[str, Any] = {}
+    for name in sorted(leaves):
+        entry, leaf = leaves[name]
+        digest = blocks.setdefault(block_of(name), hashlib.sha256(b"swarm weights 1\0"))
+        digest.update(f"{name} {entry.dtype} {entry.shape}\0".encode() + leaf)
+    return {block: digest.hexdigest() for block, digest in blocks.items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path}: is not JSON") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: is no JSON object")
+    return value
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ConfigError(f"{path}: is truncated, or is no safetensors file")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path}: has a malformed header") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path}: has a malformed header")
+    entries = dict(_entries(path, header, 8 + length))
+    end = max((entry.end for entry in entries.values()), default=8 + length)
+    if size != end:
+        problem = "is truncated" if size < end else "has bytes after its last tensor"
+        raise ConfigError(f"{path}: {problem}: {size} bytes, where its header tells of {end}")
+    return entries
+
+
+def _entries(path: Path, header: Mapping[str, Any], base: int) -> Iterator[tuple[str, Entry]]:
+    for name, fields in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape, (start, end) = fields["dtype"], tuple(map(int, fields["shape"])), map(int, fields["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{path}: has a malformed header at {name}") from None
+        if dtype not in _ITEM_BYTES:
+            raise ConfigError(f"{path}: {name} is of type {dtype}, which is not supported")
+        if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+            raise ConfigError(f"{path}: {name} of shape {shape} does not fill bytes {start} to {end}")
+        yield name, Entry(path, dtype, shape, base + start, base + end)

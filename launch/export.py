@@ -1,30 +1,60 @@
-"""`export_model`: the checkpoints of all stages of one head become a directory that transformers loads."""
+"""`export_model`: all stages of one head, from checkpoints or from a live run, become a directory that transformers or
+peft loads.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import random
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, count, existing_path, local_path
+from launch.arguments import (
+    EXIT_DONE,
+    LaunchParser,
+    add_logging_options,
+    add_model_option,
+    count,
+    existing_path,
+    local_path,
+    peer_address,
+    positive_seconds,
+)
 from launch.logs import Announcer
+from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of
+from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError
+from swarm.base.ids import Address
+
+if TYPE_CHECKING:
+    import torch
 
 PROGRAM = "export_model"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Write the model of a run's checkpoints to a directory that "
-                                   "transformers.AutoModelForCausalLM.from_pretrained loads.")
-    parser.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path, required=True,
+    parser = LaunchParser(PROGRAM, "Write a run's model to a directory that AutoModelForCausalLM.from_pretrained of "
+                                   "transformers loads; of a LoRA run, the adapter that peft loads.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path,
                         help="state directory of a local run, or those of peers that cover all stages")
+    source.add_argument("--join", metavar="HOST:PORT", type=peer_address,
+                        help="a peer of a run that is going on: its newest head, which training goes on from meanwhile")
+    parser.add_argument("--join-timeout", metavar="SECONDS", type=positive_seconds, default=60.0,
+                        help="give up if the stages do not offer one head within this time, in seconds")
     parser.add_argument("--out", metavar="DIR", type=local_path, required=True,
                         help="directory to write; an older model there is replaced")
     parser.add_argument("--step", metavar="N", type=count, default=None,
                         help="the checkpoint after this many steps (default: the newest that covers all stages)")
     parser.add_argument("--best", action="store_true",
                         help="the checkpoint with the lowest evaluation loss, rather than the newest")
+    parser.add_argument("--tokenizer", metavar="DIR", type=existing_path, default=None,
+                        help="put the run's tokenizer beside the model (default: that of --model, or of a local run)")
+    add_model_option(parser)
     parser.add_argument("--allow-import", action="store_true",
                         help="import the run's own model if it names one as package.module:factory")
     add_logging_options(parser)
@@ -32,22 +62,85 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from models.registry import factory_of
-    from swarm.base.config import parse_config_bytes
+    if options.join is not None:
+        config, parameters, step, head = asyncio.run(_from_peers(options, options.join))
+    else:
+        config, parameters, step, head = _from_checkpoints(options)
+    factory = _factory(options, config)
+    _add_untrained(parameters, factory, config)
+    factory.save_pretrained(parameters, options.out)
+    tokenizer = _tokenizer(options)
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, config, options.out)
+    what = "adapter" if config.lora is not None else "model"
+    Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(
+        f"wrote the {what} of step {step} to {options.out}{'' if tokenizer is None else ', with its tokenizer'}",
+        step=step, head=head, out=str(options.out),
+    )  # fmt: skip
+    return EXIT_DONE
+
+
+Exported = tuple[RunConfig, "dict[str, torch.Tensor]", int, str]
+
+
+def _from_checkpoints(options: Namespace) -> Exported:
     from swarm.stage.checkpoint import find_complete
 
     found = find_complete(options.checkpoints, step=options.step, best=options.best)
-    factory = factory_of(parse_config_bytes(found[0].config_bytes), may_import=options.allow_import)
-    save_pretrained = getattr(factory, "save_pretrained", None)
-    if save_pretrained is None:
-        raise ConfigError(f"model {type(factory).__name__} has no save_pretrained: it cannot be exported")
+    config = parse_config_bytes(found[0].config_bytes)
     parameters = {name: value for checkpoint in found for name, value in checkpoint.parameters().items()}
-    save_pretrained(parameters, options.out)
-    step = found[0].record.step + 1
-    Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(
-        f"wrote the model of step {step} to {options.out}", step=step, head=found[0].record.head, out=str(options.out)
-    )
-    return EXIT_DONE
+    return config, parameters, found[0].record.step + 1, found[0].record.head
+
+
+async def _from_peers(options: Namespace, address: Address) -> Exported:
+    from swarm.net.http import HttpTransport
+    from swarm.peer.joining import fetch_run
+    from swarm.peer.live_state import fetch_parameters
+
+    if options.step is not None or options.best:
+        raise ConfigError("--step and --best choose among checkpoints: a live run has its newest head only")
+    transport = HttpTransport()
+    try:
+        info = await fetch_run(transport, address, deadline_s=options.join_timeout)
+        config = parse_config_bytes(info.config.encode())
+        factory = _factory(options, config)
+        record, parameters = await fetch_parameters(transport, info, config, factory, deadline_s=options.join_timeout,
+                                                    rng=random.Random())
+    finally:
+        await transport.close()
+    return config, parameters, record.step + 1, record.head
+
+
+def _factory(options: Namespace, config: RunConfig) -> Any:
+    from models.registry import factory_of
+
+    source = weights_for(config, options.model) if options.model is not None else None
+    factory = factory_of(config, may_import=options.allow_import, source=source)
+    if getattr(factory, "save_pretrained", None) is None:
+        raise ConfigError(f"model {type(factory).__name__} has no save_pretrained: it cannot be exported")
+    return factory
+
+
+def _add_untrained(parameters: dict[str, torch.Tensor], factory: Any, config: RunConfig) -> None:
+    """What a run with `frozen` parameters does not checkpoint comes from where it came from at first."""
+    if not config.frozen or config.lora is not None:
+        return
+    if not getattr(factory, "has_values", True):
+        raise ConfigError(f"the run does not train {', '.join(config.frozen)}: name its model with --model")
+    for stage in range(config.num_stages):
+        for name, value in factory.build(stage).named_parameters():
+            parameters.setdefault(name, value.detach())
+
+
+def _tokenizer(options: Namespace) -> Path | None:
+    """Where the run's tokenizer is: named, kept by a local run, or the model's."""
+    if options.tokenizer is not None:
+        return options.tokenizer
+    kept = [root / TOKENIZER_DIRECTORY for root in options.checkpoints or []]
+    for directory in kept:
+        if directory.is_dir():
+            return directory
+    return None if options.model is None else Path(tokenizer_in(options.model))
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:

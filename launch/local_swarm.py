@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
 from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
+from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import DataPaths, create_run, require_same
 from launch.runner import Stopper
 from launch.status import ask
@@ -125,6 +126,9 @@ class LocalSwarm:
             require_same(plan.stored_config, described, plan.state_dir)
         run_file = plan.state_dir / RUN_FILE
         run_file.write_bytes(config_bytes)
+        tokenizer = plan.paths.with_tokenizer().tokenizer
+        if tokenizer is not None:
+            copy_tokenizer(Path(tokenizer), None, plan.state_dir / TOKENIZER_DIRECTORY)
         await self._spawn(self._light, "backbone", "launch_backbone", [
             "--run", str(run_file), "--port", str(plan.port)
         ])

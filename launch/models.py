@@ -7,6 +7,7 @@ run's. Imports no torch.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ from models.shards import Directory, Shards, read_config
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import is_dotted
-from swarm.feed.tokenizers import TOKENIZER_FILES
+from swarm.feed.tokenizers import TOKENIZER_FILES, DirectoryTokenizer
 
 if TYPE_CHECKING:
     from models.shards import Source
 
 _log = logging.getLogger(__name__)
+
+#: Where a local run keeps its tokenizer, in its state directory.
+TOKENIZER_DIRECTORY = "tokenizer"
 
 
 def place_of(model: Any, *, relative_to: Path | None = None) -> str | None:
@@ -80,6 +84,27 @@ def tokenizer_in(place: str) -> str:
     if directory is None or not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ConfigError(f"model {place}: brings no tokenizer such as tokenizer.json; name one with --tokenizer DIR")
     return str(directory)
+
+
+def copy_tokenizer(source: Path, config: RunConfig | None, target: Path) -> None:
+    """Put a tokenizer's files into `target`; with `config`, only if it is the run's.
+
+    Raises:
+        ConfigError: it is another one, or the files cannot be written.
+    """
+    if config is not None:
+        found = DirectoryTokenizer(str(source)).digest
+        if found != config.tokenizer_digest:
+            raise ConfigError(
+                f"tokenizer {source} is not the run's: its digest is {found[:12]}, the run has {config.tokenizer_digest[:12]}"
+            )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in TOKENIZER_FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, target / file)
+    except OSError as error:
+        raise ConfigError(f"{target}: {error.strerror}") from None
 
 
 def weights_for(config: RunConfig, place: str | None) -> Source | None:

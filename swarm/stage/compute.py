@@ -51,6 +51,19 @@ class Gradients:
     parameters: list[torch.Tensor | None] = field(repr=False)
 
 
+def stage_module(factory: StageFactory, stage: int, frozen: Sequence[str]) -> torch.nn.Module:
+    """The module of `stage`, without memory where its values come from files; what is not trained needs no gradient.
+
+    Args:
+        frozen: patterns of parameters' names.
+    """
+    module = factory.outline(stage) if isinstance(factory, StreamingFactory) else factory.build(stage)
+    for name, parameter in module.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen):
+            parameter.requires_grad_(False)
+    return module
+
+
 class StageCompute:
     """The stage's module on its device.
 
@@ -73,10 +86,7 @@ class StageCompute:
         self._seed = seed
         self._factory = factory
         streams = isinstance(factory, StreamingFactory)
-        module = factory.outline(stage) if isinstance(factory, StreamingFactory) else factory.build(stage)
-        for name, parameter in module.named_parameters():
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen):
-                parameter.requires_grad_(False)
+        module = stage_module(factory, stage, frozen)
         self.layout = Layout.of(module)
         #: Parameters that are not trained and that no seed gives: part of what a newcomer takes over.
         self.frozen: Tensors = self._place_frozen(module) if streams else {}
@@ -147,7 +157,7 @@ class StageCompute:
         if not isinstance(module, Compilable):
             raise ConfigError("--compile: the model's stage modules do not say which of their blocks to compile")
         for block in module.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, dynamic=False)
         return list(module.blocks)
 
     def warm_up(self, version: Version, *, num_samples: int, sequence_length: int) -> None:

@@ -23,6 +23,8 @@ from swarm.net.kademlia_rpc import RecordProtocol
 from swarm.net.record_storage import RecordVerifier
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
 
+#: A lookup reads the nearest nodes, this part of those that a record is stored at: each should hold it, some may be new.
+_READ_PART = 2
 #: A sample is complete, or given up, after so many rounds of questions.
 _MAX_SAMPLE_ROUNDS = 16
 #: A set of up to so many times the sample is read as a whole: that is cheaper, and exact.
@@ -98,7 +100,7 @@ class Lookups:
         return self._usable(asked, nodes or [])
 
     async def get(self, key: str) -> list[PeerRecord]:
-        """The records under `key`, merged from this node and all that the crawl meets."""
+        """The records under `key`, merged from this node and all that the crawl meets on its way to the nearest ones."""
         merge = self._merge_own(key)
         unread: dict[bytes, bytes] = {}
 
@@ -112,7 +114,7 @@ class Lookups:
             return page.nodes
 
         nearest = await self._crawl(
-            Node(digest(key)), self._replication,
+            Node(digest(key)), max(1, self._replication // _READ_PART),
             ask=lambda node: self._protocol.call_find_value(node, key, b"", with_nodes=True), read=read,
         )
         await asyncio.gather(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from swarm.base.errors import LinkBroken, RemoteProtocolError, Unreachable
 from swarm.base.ids import Address
-from swarm.net.exchange import Patience, cancel, chunks_of
-from swarm.net.http_connection import Connection
+from swarm.net.exchange import CHUNK_BYTES, Patience, cancel, chunks_of
+from swarm.net.http_connection import TURN_BYTES, Connection
 from swarm.net.http_frames import Body, FrameReader
 from swarm.net.http_heads import HEAD_END, MAX_HEAD_BYTES, BadHead, ResponseHead, parse_response_head, request_head
 from swarm.net.transport import Progress
@@ -166,25 +166,27 @@ class _Upload:
         self.is_complete = False
 
     def start(self) -> None:
-        """Begin: what fits one small write leaves now, the rest in the background.
+        """Hand to the kernel what it takes at once, within one turn's bound; the rest leaves in the background.
 
         Raises:
             ConnectionError: the connection is lost.
         """
         self._patience.open(self._loop.time())
-        chunks = chunks_of(self._parts)
-        first = next(chunks)
-        if len(first) < self._num_bytes:
+        if self._num_bytes >= CHUNK_BYTES:
             self._is_metered = True
             self._meter.opened(self._loop.time())
-        if not self._connection.write(first) or len(first) < self._num_bytes:
-            self._task = self._loop.create_task(self._send(chunks, len(first)))
-            return
-        self._count(len(first))
+        chunks, written = chunks_of(self._parts), 0
+        for chunk in chunks:
+            has_room = self._connection.write(chunk)
+            written += len(chunk)
+            if not has_room or TURN_BYTES <= written < self._num_bytes:
+                self._task = self._loop.create_task(self._send(chunks, len(chunk)))
+                return
+            self._count(len(chunk))
         self._finished()
 
     async def _send(self, chunks: Iterator[memoryview], num_bytes: int) -> None:
-        """The remaining chunks, once the first one of `num_bytes` has left."""
+        """The remaining chunks, once the one of `num_bytes` that was written last has left."""
         await self._connection.drain()
         self._count(num_bytes)
         for chunk in chunks:

@@ -19,7 +19,7 @@ from swarm.wire.framing import Buffer
 #: Heads, chunk lines and small messages pass through a buffer of this size.
 INPUT_BYTES = 16 * 2**10
 #: One turn of the event loop writes about this much at most: a fraction of a millisecond.
-_TURN_BYTES = 2**20
+TURN_BYTES = 2**20
 
 
 def _ignore(num_bytes: int) -> None:
@@ -195,7 +195,7 @@ class Connection(asyncio.BufferedProtocol):
             await self.drain()
             return
         self._written += len(data)
-        if self._written >= _TURN_BYTES:
+        if self._written >= TURN_BYTES:
             self._written = 0
             await asyncio.sleep(0)
 

@@ -18,7 +18,7 @@ from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
 from swarm.stage.executor import ThreadExecutor
 from swarm.stage.module import Tensors
-from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.compression import all_finite, decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
 
@@ -145,7 +145,7 @@ class HostDevice(Device):
         return Outgoing([self._encode(name, tensor, codec, role) for name, tensor in tensors.items()])
 
     def _encode(self, name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
-        if tensor.is_floating_point() and codec != "raw" and not bool(torch.isfinite(tensor).all()):
+        if codec != "raw" and not all_finite(tensor):
             codec = "raw"
         return encode_tensor(name, tensor, codec, role)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarm.base.errors import RemoteError, RemoteProtocolError
-from swarm.wire.compression import CODECS, NonFinite, decode_tensor, encode_tensor, require_finite
+from swarm.wire.compression import CODECS, NonFinite, all_finite, decode_tensor, encode_tensor, require_finite
 from swarm.wire.messages import BLOCK_SIZE, DTYPE_BYTES, TensorSpec
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -198,3 +198,15 @@ def test_importing_bitsandbytes_prints_nothing_and_fetches_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.NOTSET
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_finite_is_found_for_any_value_and_layout(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    tensor = torch.ones(300, 4, dtype=dtype)
+    for value, expected in ((largest, True), (-largest, True), (float("inf"), False), (float("nan"), False)):
+        tensor[200, 3] = value
+        assert all_finite(tensor) is expected
+        assert all_finite(tensor.T) is expected
+    assert all_finite(torch.empty(0, dtype=dtype))
+    assert all_finite(torch.ones(3, dtype=torch.int64))

@@ -14,6 +14,7 @@ at each end quantises and restores, with nothing sent.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -151,6 +152,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     torch.set_num_threads(1)
+    gc.freeze()  # as the launchers do
     facts = machine()
     sizes = [size * MIB for size in options.sizes]
     cases = [(kind, size, in_flight) for kind in KINDS for size in sizes for in_flight in IN_FLIGHT]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import socket
 import sys
 import threading
@@ -180,6 +181,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("server", choices=["swarm", "raw"])
     torch.set_num_threads(1)
+    gc.freeze()  # as the launchers do
     if parser.parse_args().server == "raw":
         serve_raw()
     else:

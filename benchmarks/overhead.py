@@ -6,9 +6,13 @@ pinned to the same cores and take turns. CPU-seconds are utime + stime of every 
 its fork servers included, between the commits of two steps; the warm-up steps before are left out, and a further step has
 begun by then, so that nothing of the end is counted.
 
+`bound` is what a synchronous pipeline can reach at most: with S stages and M micro-batches a step, M / (M + S - 1) of a step
+has every stage busy. With `--delay-steps 1` the next step fills the gap.
+
 Where other processes keep the cores busy, threads that wait for each other spin: then the plain loop with two threads
 looks worse than it is, and `--one-thread` gives the honest cost of a token. With `--delay-steps 1` the losses differ by
-design. A wider model: --hidden 1024 --ffn 4096 --compression 8bit --delay-steps 0 --micro-batches 4 --repetitions 1
+design. A wider model (its results are kept as `overhead_1024`): --hidden 1024 --ffn 4096 --delay-steps 0 --micro-batches 16
+--warmup 1 --steps 1 --repetitions 1
 """
 
 from __future__ import annotations
@@ -185,6 +189,11 @@ def cases_of(options: argparse.Namespace, cores: int) -> list[Case]:
     return cases
 
 
+def full_part(config: RunConfig) -> float:
+    """Part of a synchronous step in which a pipeline can be full: its stages fill and drain once a step (1F1B)."""
+    return config.tickets_per_step / (config.tickets_per_step + config.num_stages - 1)
+
+
 def row_of(case: Case, runs: Sequence[Measured], plain: dict[str, Any] | None, plain_losses: list[float]) -> dict[str, Any]:
     tokens_per_s = statistics.median(step["tokens_per_s"] for run in runs for step in run.steps)
     cpu_ms = statistics.median(1e3 * sum(run.cpu_s.values()) / run.tokens for run in runs)
@@ -196,6 +205,7 @@ def row_of(case: Case, runs: Sequence[Measured], plain: dict[str, Any] | None, p
         "busy threads": " + ".join(str(max(run.busy_threads[role] for run in runs)) for role in sorted(computing)),
         "tokens/s": tokens_per_s,
         "of plain": tokens_per_s / plain["tokens/s"] if plain else 1.0,
+        "bound": 1.0 if case.is_plain or case.config.delay_steps else full_part(case.config),
         "CPU ms/token": cpu_ms,
         "x plain": cpu_ms / plain["CPU ms/token"] if plain else 1.0,
         "cores used": statistics.median(sum(run.cpu_s.values()) / run.seconds for run in runs),
@@ -281,7 +291,9 @@ def main() -> None:
         "CPU ms per 1000 tokens by role": [roles_row(c, runs[c.name]) for c in cases if not c.is_plain],
     }
     details = {name: [vars(run) for run in each] for name, each in runs.items()}
-    publish("overhead", facts=facts, tables=tables, details=details, draw=draw(rows))
+    name = "overhead" if options.hidden == 512 else f"overhead_{options.hidden}"
+    name += "_delayed" if options.delay_steps == [1] else ""
+    publish(name, facts=facts, tables=tables, details=details, draw=draw(rows))
 
 
 if __name__ == "__main__":

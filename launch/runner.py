@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -106,6 +107,7 @@ def run_peer(
         peer, on_ready = await build()
         try:
             await peer.start()
+            gc.freeze()  # of some 400,000 objects that the imports made none goes: looking at them takes 0.2 s each time
             on_ready()
             stopper.on_stop = peer.stop
             await peer.run()

@@ -260,7 +260,7 @@ def parse() -> argparse.Namespace:
         ("layers", 8, "layers"), ("vocab", 32000, "vocabulary"), ("sequence", 2048, "tokens per sample"),
         ("micro-batch", 1, "samples per micro-batch"), ("micro-batches", 128, "micro-batches per repetition"),
         ("step-micro-batches", 256, "micro-batches per step with the optimizer on"), ("repetitions", 3, "repetitions"),
-        ("memory-gib", 24, "memory for saved activations per card"),
+        ("memory-gib", 64, "memory that training may take per card"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--name", default="", help="of the results (default: gpu_pipeline_HIDDEN)")

@@ -125,7 +125,7 @@ class Swarm:
         self._spawn(0, "backbone", run)
         for stage in (0, 1):
             self._spawn(1 + stage, "stage", [*join, "--stage", str(stage), "--device",
-                                             self._devices[stage], "--memory-limit", "24GiB"])
+                                             self._devices[stage], "--memory-limit", "64GiB"])
         self._spawn(3, "trainer", [*join, "--data", str(self._directory / "data.txt")])
 
     def _spawn(self, index: int, role: str, words: list[str]) -> None:

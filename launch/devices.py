@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
 
 from swarm.base.errors import ConfigError
 
-#: Part of the memory that is free at the start which a stage takes if nothing else is said.
-DEFAULT_MEMORY_PART = 0.5
+#: Part of the memory that is free at the start which stages may take if nothing else is said.
+DEFAULT_MEMORY_PART = 0.8
 #: Python's own is 5 ms: a third of a micro-batch.
 SWITCH_INTERVAL_S = 1e-4
 
@@ -54,17 +55,17 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def default_memory_limit(device: str) -> int:
-    """Bytes: a part of what is free on `device` now."""
+def device_memory(device: str) -> int:
+    """Bytes that this process can still get on `device`."""
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(torch.device(device))[0] * DEFAULT_MEMORY_PART)
-    return int(available_memory() * DEFAULT_MEMORY_PART)
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    return available_memory()
 
 
 def available_memory() -> int:
-    """Bytes of main memory that this process can still get, its control group's limit included."""
+    """Bytes of main memory that this process can still get: its control group's and its own limits included."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -76,7 +77,21 @@ def available_memory() -> int:
         free = min(free, limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):  # no control group, or one without a limit ("max")
         pass
-    return max(free, 2**20)
+    return max(min(free, _below_own_limits()), 2**20)
+
+
+def _below_own_limits() -> int:
+    """What the limits that the operating system holds this process to (`ulimit -d`, `ulimit -v`) leave of memory."""
+    left = sys.maxsize
+    try:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        for kind, key in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
+            limit, _ = resource.getrlimit(kind)
+            if limit != resource.RLIM_INFINITY:
+                left = min(left, limit - int(status[key].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        pass
+    return left
 
 
 def use_threads(num_threads: int | None) -> int:

@@ -58,7 +58,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--threads", metavar="N", type=positive_int, default=None,
                        help="CPU threads per stage process (default: cores / processes, at least 1)")
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
-                       help="per stage process, such as 4GiB (default: its part of half of what is free)")
+                       help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "
+                       "is refused before it is allocated (default: its part of 80 %% of what is free)")
     group.add_argument("--compile", action="store_true", help="torch.compile the stages' layers (see launch_stage)")
     group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                        help="address that all peers listen at; 0.0.0.0 lets other machines join")

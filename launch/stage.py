@@ -25,8 +25,10 @@ from launch.runner import main_of, run_peer
 from swarm.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from swarm.base.config import RunConfig
     from swarm.peer.context import PeerContext
     from swarm.peer.stage_peer import StagePeer
+    from swarm.stage.module import StageFactory
 
 PROGRAM = "launch_stage"
 
@@ -42,7 +44,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--threads", metavar="N", type=positive_int, default=None,
                        help="threads to compute with on the CPU (default: every core)")
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
-                       help="for saved activations and queued requests, such as 4GiB (default: half of what is free)")
+                       help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
+                       "is refused before it is allocated (default: 80 %% of what is free)")
     group.add_argument("--compile", action="store_true",
                        help="torch.compile the stage's layers: some seconds once, then a GPU is a quarter faster or more")
     group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
@@ -90,9 +93,10 @@ async def _choose(wanted: int | None, context: PeerContext) -> int:
 def _build_peer(context: PeerContext, stage: int, options: Namespace, model: str | None) -> StagePeer:
     """Import what computes, seconds long, and put the peer together."""
     from launch.devices import (
+        DEFAULT_MEMORY_PART,
         before_compiling,
         before_importing_torch,
-        default_memory_limit,
+        device_memory,
         resolve_device,
         share_interpreter,
         use_threads,
@@ -112,17 +116,40 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace, model: str
     may_import = options.run is not None or options.allow_import == context.config.model
     device = resolve_device(options.device)
     share_interpreter(device)
+    factory = factory_of(context.config, may_import=may_import, source=source)
+    limit, what = options.memory_limit, "--memory-limit"
+    if limit is None:
+        limit, what = int(device_memory(device) * DEFAULT_MEMORY_PART), f"{DEFAULT_MEMORY_PART:.0%} of what is free for it now"
     return StagePeer(
         context,
         stage=stage,
-        factory=factory_of(context.config, may_import=may_import, source=source),
+        factory=factory,
         executor=compute_thread(device),
         background=ThreadExecutor("background"),
         device=device,
         state_dir=options.state_dir,
-        memory_limit_bytes=options.memory_limit or default_memory_limit(device),
+        memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, limit, what, device, options.state_dir),
         compile=options.compile,
     )
+
+
+def _in_flight_bytes(
+    factory: StageFactory, stage: int, config: RunConfig, limit_bytes: int, limit: str, device: str, state_dir: Path | None
+) -> int:
+    """What the stage itself leaves of `limit_bytes`; everything, where its size is not known before it is built.
+
+    Raises:
+        ConfigError: the stage does not fit.
+    """
+    from swarm.stage.compute import stage_module
+    from swarm.stage.memory import memory_of, room_in_flight
+    from swarm.stage.module import Outlined
+
+    if not isinstance(factory, Outlined):
+        return limit_bytes
+    module = stage_module(factory, stage, config.frozen)
+    needed = memory_of(module, config, writes_checkpoints=state_dir is not None, on_cpu=device == "cpu")
+    return room_in_flight(needed, limit_bytes, stage=stage, config=config, limit=limit)
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:

@@ -26,6 +26,7 @@ from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Executor, Priority
+from swarm.stage.memory import KEPT_AVERAGES
 from swarm.stage.optimizer import OptimizerState, adamw
 from swarm.stage.versions import StageState, VersionStore, make_version
 from swarm.wire import messages as m
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 #: Elements of an average or a state that one request moves.
 CHUNK_ELEMENTS = 2**22
-#: Averages of committed steps that a peer keeps: a newcomer that downloads may be a step behind.
-KEPT_AVERAGES = 2
 #: Averages that wait for a joiner's snapshot; beyond it the download starts again.
 MAX_QUEUED_AVERAGES = 64
 

@@ -99,21 +99,24 @@ def write_checkpoint(
     partial = parent / f".partial-{version.num_commits:08d}-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        files = {
-            "parameters": _named(layout, version.masters),
-            "optimizer": {**_named(layout, optimizer.first, "first/"), **_named(layout, optimizer.second, "second/")},
-        }
+        parts = {
+            "parameters": {"": version.masters}, "optimizer": {"first/": optimizer.first, "second/": optimizer.second},
+        }  # fmt: skip
         if state.previous is not None:
-            files["previous"] = _named(layout, state.previous.masters)
-        for name, tensors in files.items():
+            parts["previous"] = {"": state.previous.masters}
+        digests = {}
+        for name, flats in parts.items():  # one after another: each is a copy of its tensors
+            tensors = {key: value for prefix, flat in flats.items() for key, value in _named(layout, flat, prefix).items()}
             save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
+            digests[name] = digest_of(tensors[key] for key in sorted(tensors))
+            del tensors
         meta = {
             "stage": stage,
             "num_updates": optimizer.num_updates,
             "record": version.record.model_dump(mode="json"),
             "previous": state.previous.record.model_dump(mode="json") if state.previous is not None else None,
             "config": config_bytes.decode(),
-            "digests": {name: digest_of(tensors[key] for key in sorted(tensors)) for name, tensors in files.items()},
+            "digests": digests,
         }
         (partial / "checkpoint.json").write_text(json.dumps(meta))
         for file in partial.iterdir():

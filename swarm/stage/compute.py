@@ -18,7 +18,7 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.layout import Layout
-from swarm.stage.module import Compilable, StageFactory, StreamingFactory, Tensors, replace_parameters
+from swarm.stage.module import Compilable, Outlined, StageFactory, StreamingFactory, Tensors, replace_parameters
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,16 +52,21 @@ class Gradients:
 
 
 def stage_module(factory: StageFactory, stage: int, frozen: Sequence[str]) -> torch.nn.Module:
-    """The module of `stage`, without memory where its values come from files; what is not trained needs no gradient.
+    """The module of `stage`, without memory where the factory can tell; what is not trained needs no gradient.
 
     Args:
         frozen: patterns of parameters' names.
     """
-    module = factory.outline(stage) if isinstance(factory, StreamingFactory) else factory.build(stage)
+    module = factory.outline(stage) if isinstance(factory, Outlined) else factory.build(stage)
+    freeze(module, frozen)
+    return module
+
+
+def freeze(module: torch.nn.Module, frozen: Sequence[str]) -> None:
+    """Parameters whose names one of the patterns fits need no gradient."""
     for name, parameter in module.named_parameters():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen):
             parameter.requires_grad_(False)
-    return module
 
 
 class StageCompute:
@@ -86,7 +91,8 @@ class StageCompute:
         self._seed = seed
         self._factory = factory
         streams = isinstance(factory, StreamingFactory)
-        module = stage_module(factory, stage, frozen)
+        module = stage_module(factory, stage, frozen) if streams else factory.build(stage)
+        freeze(module, frozen)
         self.layout = Layout.of(module)
         #: Parameters that are not trained and that no seed gives: part of what a newcomer takes over.
         self.frozen: Tensors = self._place_frozen(module) if streams else {}

@@ -55,7 +55,16 @@ class Compilable(Protocol):
 
 
 @runtime_checkable
-class StreamingFactory(StageFactory, Protocol):
+class Outlined(StageFactory, Protocol):
+    """A factory that tells what a stage is made of without allocating it."""
+
+    def outline(self, stage: int) -> torch.nn.Module:
+        """The module of `stage` with its parameters on the meta device and its buffers, with values, on the CPU."""
+        ...
+
+
+@runtime_checkable
+class StreamingFactory(Outlined, Protocol):
     """A factory whose initial values lie in files: they are read straight to where they are used.
 
     A peer without the files has the same modules, and takes the values from its stage's other peers.
@@ -63,10 +72,6 @@ class StreamingFactory(StageFactory, Protocol):
 
     #: Whether this machine has the files.
     has_values: bool
-
-    def outline(self, stage: int) -> torch.nn.Module:
-        """The module of `stage` with its parameters on the meta device and its buffers, with values, on the CPU."""
-        ...
 
     def load(self, stage: int, into: Mapping[str, torch.Tensor]) -> None:
         """Write the initial values of `stage` into tensors by parameter name, of any floating dtype and device.

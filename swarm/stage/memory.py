@@ -1,0 +1,85 @@
+"""What a stage takes of its device's memory, told before any of it is allocated. Owns the arithmetic; allocates nothing.
+
+The parts are those of `versions`, `optimizer`, `accumulator` and `checkpoint`: tensors of the size of all trained
+parameters, in the masters' dtype, and the copies that compute. What in-flight micro-batches hold comes on top of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
+
+#: Averages of committed steps that a member keeps: a newcomer that downloads may be a step behind.
+KEPT_AVERAGES = 2
+#: Less is of no use for in-flight micro-batches.
+LEAST_IN_FLIGHT_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes by what they are for, most telling first."""
+
+    num_trained: int
+    num_frozen: int
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    def __str__(self) -> str:
+        """One line for people."""
+        parts = ", ".join(f"{what} {_text(size)}" for what, size in self.parts if size)
+        counted = f"{self.num_trained:,} trained" + (f" and {self.num_frozen:,} frozen" if self.num_frozen else "")
+        return f"{_text(self.num_bytes)} for {counted} parameters ({parts})"
+
+
+def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints: bool, on_cpu: bool) -> StageMemory:
+    """What training `module` takes, which may be without memory itself.
+
+    Args:
+        module: of one stage; what it does not train needs no gradient.
+        writes_checkpoints: the peer has a state directory.
+        on_cpu: a GPU's checkpoints pass through main memory, which is not counted then.
+    """
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
+    master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
+    size, versions = trained * master.itemsize, 1 + config.delay_steps
+    copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
+    return StageMemory(trained, frozen, (
+        ("parameters", versions * size),
+        ("AdamW's moments", 2 * size),
+        ("both once more while a step is applied", 3 * size),
+        ("gradient sums and averages", (versions + KEPT_AVERAGES) * size),
+        (f"{config.precision} copies", copies),
+        ("frozen parameters", frozen * compute.itemsize),
+        ("writing a checkpoint", 2 * size if writes_checkpoints and on_cpu else 0),
+    ))  # fmt: skip
+
+
+def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config: RunConfig, limit: str) -> int:
+    """Bytes that are left for in-flight micro-batches.
+
+    Args:
+        limit: what sets the limit, for the error.
+
+    Raises:
+        ConfigError: the stage does not fit; with the numbers, and what to do.
+    """
+    room = limit_bytes - needed.num_bytes
+    if room < LEAST_IN_FLIGHT_BYTES:
+        raise ConfigError(
+            f"stage {stage} of {config.num_stages} needs {needed}, and this peer has {_text(limit_bytes)} ({limit}); cut the "
+            "model into more stages (--stages), or train less of it (--lora, --frozen)"
+        )
+    return room
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

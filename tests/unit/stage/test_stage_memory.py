@@ -1,0 +1,50 @@
+"""What a stage takes is told before it is allocated, in numbers that an operator can check; what does not fit is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.base.config import RunConfig
+from swarm.base.errors import ConfigError
+from swarm.stage.memory import LEAST_IN_FLIGHT_BYTES, memory_of, room_in_flight
+
+
+def module(trained: int, frozen: int = 0) -> torch.nn.Module:
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(trained, 1, bias=False), torch.nn.Linear(max(1, frozen), 1, bias=False).requires_grad_(False)]
+        return torch.nn.Sequential(*layers[: 2 if frozen else 1])
+
+
+@pytest.mark.parametrize(
+    ("precision", "delay_steps", "per_parameter"),
+    # parameters, moments, both once more, sums and averages, copies that compute
+    [("fp32", 0, 4 * (1 + 2 + 3 + 3)), ("fp64", 0, 8 * 9), ("bf16", 0, 4 * 9 + 2 * 2), ("fp32", 1, 4 * (2 + 2 + 3 + 4))],
+)
+def test_bytes_for_each_trained_parameter(precision: str, delay_steps: int, per_parameter: int) -> None:
+    config = RunConfig(precision=precision, delay_steps=delay_steps)
+    needed = memory_of(module(10**6), config, writes_checkpoints=False, on_cpu=True)
+    assert needed.num_bytes == per_parameter * 10**6
+    written = memory_of(module(10**6), config, writes_checkpoints=True, on_cpu=True)
+    assert written.num_bytes == (per_parameter + (16 if precision == "fp64" else 8)) * 10**6
+
+
+def test_frozen_parameters_take_the_computing_copy_alone() -> None:
+    needed = memory_of(module(10, 10**9), RunConfig(precision="bf16"), writes_checkpoints=True, on_cpu=True)
+    assert 2e9 < needed.num_bytes < 2e9 + 1000
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    config = RunConfig(num_stages=4)
+    needed = memory_of(module(50_000_000, 7_000_000), config, writes_checkpoints=False, on_cpu=True)
+    with pytest.raises(ConfigError) as caught:
+        room_in_flight(needed, 10**9, stage=2, config=config, limit="--memory-limit")
+    assert str(caught.value) == (
+        "stage 2 of 4 needs 1.83 GB for 50,000,000 trained and 7,000,000 frozen parameters (parameters 200.0 MB, AdamW's "
+        "moments 400.0 MB, both once more while a step is applied 600.0 MB, gradient sums and averages 600.0 MB, frozen "
+        "parameters 28.0 MB), and this peer has 1.00 GB (--memory-limit); cut the model into more stages (--stages), or train "
+        "less of it (--lora, --frozen)"
+    )
+    assert room_in_flight(needed, 2 * 10**9, stage=2, config=config, limit="x") == 2 * 10**9 - needed.num_bytes
+    with pytest.raises(ConfigError):
+        room_in_flight(needed, needed.num_bytes + LEAST_IN_FLIGHT_BYTES - 1, stage=2, config=config, limit="x")

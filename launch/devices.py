@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from swarm.base.errors import ConfigError
@@ -14,6 +15,9 @@ from swarm.base.errors import ConfigError
 DEFAULT_MEMORY_PART = 0.8
 #: Python's own is 5 ms: a third of a micro-batch.
 SWITCH_INTERVAL_S = 1e-4
+#: Size and length of the benchmark that compares devices.
+_BENCHMARK_WIDTH = 512
+_BENCHMARK_S = 0.05
 
 
 def before_importing_torch() -> None:
@@ -92,6 +96,20 @@ def _below_own_limits() -> int:
     except (OSError, KeyError, ValueError):
         pass
     return left
+
+
+def measured_flops(device: str) -> float:
+    """Floating-point operations per second of `device` in a matrix product that takes a moment: to compare devices by."""
+    import torch
+
+    a = torch.ones(_BENCHMARK_WIDTH, _BENCHMARK_WIDTH, device=device)
+    num_products, began = 0, 0.0
+    (a @ a).sum().item()  # the first one pays for what is set up once
+    began = time.perf_counter()
+    while (seconds := time.perf_counter() - began) < _BENCHMARK_S or not num_products:
+        (a @ a).sum().item()  # waits for the device
+        num_products += 1
+    return 2 * _BENCHMARK_WIDTH**3 * num_products / seconds
 
 
 def use_threads(num_threads: int | None) -> int:

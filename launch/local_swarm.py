@@ -228,6 +228,9 @@ class LocalSwarm:
             address = Address(report["host"], report["port"])
             row.address = str(address)
             self._serving[name].set_result(address)
+        elif event == "moved":
+            self._view.event(f"{name} moves from stage {row.stage} to stage {report['stage']}")
+            row.stage = report["stage"]
         elif event == "failed":
             self._messages[name] = report["message"]
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):

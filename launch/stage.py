@@ -38,7 +38,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_run_options(parser)
     group = parser.add_argument_group("stage")
     group.add_argument("--stage", metavar="auto|N", type=_stage, default="auto",
-                       help="stage to serve; auto takes the one with the fewest live peers")
+                       help="stage to serve first; auto takes the one where this peer makes the swarm fastest")
     group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
                        help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
     group.add_argument("--threads", metavar="N", type=positive_int, default=None,
@@ -64,39 +64,59 @@ def _stage(text: str) -> int | None:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.composing import announce, compose
+    from launch.composing import announce, compose, retitle
     from launch.devices import available_memory
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
     async def build() -> tuple[StagePeer, Callable[[], None]]:
         context, run = await compose(options, "stage", max_inflight_bytes=options.memory_limit or available_memory() // 4)
-        stage = await _choose(options.stage, context)
-        peer = _build_peer(context, stage, options, run.paths.overridden_by(options).model)
-        words = [*argv, "--stage", str(stage)] if options.stage is None else argv
-        return peer, lambda: announce(PROGRAM, words, context, f"stage {stage}", announcer, reports)
+        build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model)
+        stage = await _choose(options.stage, context, device, flops_per_s)
+        peer = build(stage)
+
+        def moved() -> None:
+            retitle(PROGRAM, _with_stage(argv, peer.stage), context.transport.address.port)
+            announcer.say(f"moved to stage {peer.stage}", stage=peer.stage)
+            reports.send("moved", stage=peer.stage)
+
+        peer.on_move.append(moved)
+        return peer, lambda: announce(PROGRAM, _with_stage(argv, stage), context, f"stage {stage}", announcer, reports)
 
     return run_peer(build, serves_until_stopped=True)
 
 
-async def _choose(wanted: int | None, context: PeerContext) -> int:
+def _with_stage(argv: Sequence[str], stage: int) -> list[str]:
+    """The command line as it would be for the stage that is served now."""
+    words = list(argv)
+    if "--stage" in words:
+        words[words.index("--stage") + 1] = str(stage)
+        return words
+    return [*words, "--stage", str(stage)]
+
+
+async def _choose(wanted: int | None, context: PeerContext, device: str, flops_per_s: float) -> int:
     num_stages = context.config.num_stages
     if wanted is None:
-        from launch.stage_choice import least_served_stage
+        from launch.devices import device_memory
+        from launch.stage_choice import choose_stage
 
-        return await least_served_stage(context)
+        return await choose_stage(context, flops_per_s=flops_per_s, room_bytes=device_memory(device))
     if wanted >= num_stages:
         raise ConfigError(f"--stage {wanted}: the run has stages 0..{num_stages - 1}")
     return wanted
 
 
-def _build_peer(context: PeerContext, stage: int, options: Namespace, model: str | None) -> StagePeer:
-    """Import what computes, seconds long, and put the peer together."""
+def _prepare(
+    context: PeerContext, options: Namespace, model: str | None
+) -> tuple[Callable[[int], StagePeer], str, float]:
+    """Import what computes, seconds long. Returns what puts a peer of a stage together, the device and its pace."""
     from launch.devices import (
         DEFAULT_MEMORY_PART,
         before_compiling,
         before_importing_torch,
         device_memory,
+        measured_flops,
         resolve_device,
         share_interpreter,
         use_threads,
@@ -120,17 +140,24 @@ def _build_peer(context: PeerContext, stage: int, options: Namespace, model: str
     limit, what = options.memory_limit, "--memory-limit"
     if limit is None:
         limit, what = int(device_memory(device) * DEFAULT_MEMORY_PART), f"{DEFAULT_MEMORY_PART:.0%} of what is free for it now"
-    return StagePeer(
-        context,
-        stage=stage,
-        factory=factory,
-        executor=compute_thread(device),
-        background=ThreadExecutor("background"),
-        device=device,
-        state_dir=options.state_dir,
-        memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, limit, what, device, options.state_dir),
-        compile=options.compile,
-    )
+    flops_per_s = measured_flops(device)
+
+    def build(stage: int) -> StagePeer:
+        return StagePeer(
+            context,
+            stage=stage,
+            factory=factory,
+            executor=compute_thread(device),
+            background=ThreadExecutor("background"),
+            device=device,
+            state_dir=options.state_dir,
+            memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, limit, what, device, options.state_dir),
+            compile=options.compile,
+            free_bytes=lambda: device_memory(device),
+            flops_per_s=flops_per_s,
+        )
+
+    return build, device, flops_per_s
 
 
 def _in_flight_bytes(

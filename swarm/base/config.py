@@ -30,6 +30,9 @@ class Timing(BaseModel):
     genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
     stage_lost_s: float = Field(60.0, gt=0, description="a stage without a holder for this long is lost")
     average_s: float = Field(30.0, gt=0, description="one averaging round inside a stage must end within this time")
+    rebalance_every_s: float = Field(
+        300.0, ge=0, description="time between decisions whether peers move to another stage; 0 moves nobody"
+    )
 
 
 TIMING_PRESETS: dict[str, dict[str, float]] = {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
 from swarm.base.ids import Ballot, Head, RunId
-from swarm.wire.messages import CommitRecord, Member, StageResult
+from swarm.wire.messages import CommitRecord, Member, Move, StageResult
 
 Members = tuple[tuple[Member, ...], ...]
 
@@ -40,7 +40,7 @@ def genesis_record(config: RunConfig, run: RunId, ballot: Ballot, members: Membe
 
 def restoring_record(record: CommitRecord, *, era: int, ballot: Ballot, members: Members) -> CommitRecord:
     """Sets the run back to `record.head`: the same version, in the next era, with those who hold it as members."""
-    return record.model_copy(update={"era": era, "ballot": ballot, "members": members})
+    return record.model_copy(update={"era": era, "ballot": ballot, "members": members, "moves": ()})
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
@@ -57,6 +57,7 @@ def decide(
     members: Members,
     learning_rate: float,
     reopened: int = 0,
+    moves: tuple[Move, ...] = (),
 ) -> CommitRecord:
     """The record of the step after `previous`; its head is a function of `previous.head` and the averages alone.
 
@@ -101,6 +102,7 @@ def decide(
         loss_scale=scale,
         scale_age=age if config.precision == "fp16" else 0,
         reopened=reopened,
+        moves=moves,
     )
 
 
@@ -116,6 +118,8 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
         return "a stage without all tickets"
     if not record.skipped and not record.tokens:
         return "no tokens, and not skipped"
+    if any(max(move.source, move.target) >= config.num_stages for move in record.moves):
+        return "a move to or from no stage"
     digests = [result.average_digest for result in record.results]
     if record.head != head_of(record.previous_head, record.step, digests, record.clip_coefficient, record.skipped):
         return "the head does not follow from the averages"

@@ -19,7 +19,7 @@ class Backbone:
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=0)
-        RunInfoServer(self.link, record=lambda: self.record, status=self._status)
+        RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known)
         self._stopped = asyncio.Event()
 
     @property
@@ -32,7 +32,8 @@ class Backbone:
         if coordinator is not None:
             detail |= {
                 "ballot": coordinator.ballot.counter, "waiting_for": coordinator.waiting_for[:200],
-                "trainers": len(coordinator.trainers), "loss": self.record.loss if self.record else 0.0,
+                "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
+                "loss": self.record.loss if self.record else 0.0,
             }  # fmt: skip
         return m.StatusReply(
             role="backbone", member=self.context.member(), step=self.record.step + 1 if self.record else 0,

@@ -16,10 +16,11 @@ from typing import Any
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
-from swarm.lifecycle.record import decide
+from swarm.lifecycle.record import Members, decide
 from swarm.peer.leasing import Leasing
 from swarm.peer.lineage import Lineage, without_ready
 from swarm.peer.link import Link, Refuse, Tasks
+from swarm.peer.rebalancing import Rebalancing
 from swarm.peer.reign import Demoted, Key, Reign, Rivalry, Rosters
 from swarm.peer.stage_leads import StageLeads, StageLost
 from swarm.policy.schedule import learning_rate
@@ -64,7 +65,8 @@ class Coordinator:
         self._config = link.context.config
         self._timing = self._config.timing
         self.leasing = Leasing(self._reign)
-        self._leads = StageLeads(self._reign, term_n)
+        self.rebalancing = Rebalancing(self._reign)
+        self._leads = StageLeads(self._reign, term_n, self.rebalancing.hear)
         self._lineage = Lineage(self._reign)
         self._joiners: dict[Key, _Joiner] = {}
         self._leaving: set[Key] = set()
@@ -115,6 +117,12 @@ class Coordinator:
             self._joiners[member.key] = _Joiner(message.stage, member, message.head, now)
         await self._reign.notify()
         return m.Ack()
+
+    def on_place(self, message: m.Place) -> m.Placed:
+        """A newcomer asks which stage it should serve; whoever asks next finds it there."""
+        coming = [(joiner.stage, joiner.member) for joiner in self._joiners.values()]
+        listed = self.record.members if self.record is not None else ((),) * self._config.num_stages
+        return self.rebalancing.place(message, listed, coming)
 
     # ------------------------------------------------------------------------------------------------ the reign
 
@@ -276,25 +284,44 @@ class Coordinator:
 
     async def _commit(self, results: list[m.StageResult], *, reopened: int) -> None:
         step = self._reign.newest.step + 1
+        members = self._next_members(results)
+        moves: tuple[m.Move, ...] = ()
+        if step + 1 < self._config.total_steps:
+            moves = self.rebalancing.decide(members, self._leaving)
+        moving = {move.member.key for move in moves}  # listed last, so that they lead no step from here on
         record = decide(
             self._config, self._reign.newest, results, ballot=self.ballot,
-            members=tuple(self._next_members(stage, result) for stage, result in enumerate(results)),
-            learning_rate=learning_rate(self._config, step), reopened=reopened,
+            members=tuple(tuple(sorted(xs, key=lambda x: x.key in moving)) for xs in members),
+            learning_rate=learning_rate(self._config, step), reopened=reopened, moves=moves,
         )  # fmt: skip
         self._leaving &= {x.key for xs in record.members for x in xs}
         self.leasing.commit_evaluates(step)
         await self._publish(record, self._leads.struck())
 
-    def _next_members(self, stage: int, result: m.StageResult) -> tuple[m.Member, ...]:
-        """Who holds the average stays (the leader first); joiners come; who leaves or was struck goes."""
-        record, now = self._reign.newest, self._reign.now
-        listed = {x.key: x for x in record.members[stage]}
+    def _next_members(self, results: list[m.StageResult]) -> Members:
+        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was struck goes."""
+        staying = [self._staying(stage, result) for stage, result in enumerate(results)]
+        for move in self._reign.newest.moves:
+            held = any(x.key == move.member.key for x in results[move.source].holders)
+            if held and all(x.key != move.member.key for x in staying[move.source]):
+                member = move.member.model_copy(update={"ready": False})
+                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now)
+        return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
+
+    def _staying(self, stage: int, result: m.StageResult) -> list[m.Member]:
+        listed = {x.key: x for x in self._reign.newest.members[stage]}
+        moving = {x.member.key for x in self._reign.newest.moves if x.source == stage}
         holders = [listed[x.key] for x in result.holders if x.key in listed]
-        staying = [x for x in holders if x.key not in self._leaving]
-        if not any(x.ready for x in staying):
-            staying = holders  # never empty a stage
+        staying: list[m.Member] = []
+        for going in (self._leaving | moving, self._leaving, set()):  # never empty a stage: who moves stays first
+            if not any(x.ready for x in staying):
+                staying = [x for x in holders if x.key not in going]
         leader = self._leads.leader(stage)
         staying.sort(key=lambda x: leader is None or x.key != leader.key)
+        return staying
+
+    def _with_joiners(self, stage: int, staying: list[m.Member]) -> tuple[m.Member, ...]:
+        record, now = self._reign.newest, self._reign.now
         present = {x.key for x in staying}
         for key, joiner in list(self._joiners.items()):
             if joiner.stage != stage or key in self._leaving:

@@ -82,17 +82,17 @@ class Lineage:
             return (), True
 
     async def _live_peers(self) -> list[list[m.Member]]:
-        """Announced peers of every stage that answer."""
+        """Announced peers of every stage that answer and serve it; one that has moved may still be announced elsewhere."""
 
-        async def live(member: m.Member) -> m.Member | None:
+        async def live(stage: int, member: m.Member) -> m.Member | None:
             try:
                 reply, _ = await self._reign.link.ask(member, m.Status(), m.StatusReply)
             except (LinkError, RemoteError):
                 return None
-            return reply.member if reply.member.key == member.key else None
+            return reply.member if reply.member.key == member.key and reply.stage == stage else None
 
         rosters = await self._reign.rosters()
-        answers = await together(*(together(*(live(x) for x in roster)) for roster in rosters))
+        answers = await together(*(together(*(live(k, x) for x in roster)) for k, roster in enumerate(rosters)))
         return [[x for x in stage if x is not None] for stage in answers]
 
     async def set_back(self) -> m.CommitRecord | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.lifecycle.peer import PEER
@@ -30,6 +31,10 @@ class Membership:
         self._member = member
         self.state = PEER.initial
         self._poke = asyncio.Event()
+        #: Told the stage to which this peer goes, once its old one can do without it.
+        self.on_move: Callable[[int], None] = lambda stage: None
+        #: The first record that listed this peer at another stage.
+        self._moved_by: m.CommitRecord | None = None
         member.on_commit.append(lambda record: self._poke.set())
 
     @property
@@ -85,6 +90,11 @@ class Membership:
         if member.record is None:
             return
         if listed is None:
+            target = member.listed_elsewhere()
+            if target is not None and PEER.allows(self.state, "moved"):
+                self._move("moved")
+                await self._hand_over(member.record, target)
+                return
             if PEER.allows(self.state, "excluded"):
                 if self.state == "serving":
                     logger.warning("record of step %d no longer lists this peer: joining again", member.record.step)
@@ -92,7 +102,8 @@ class Membership:
                 # Being left out may mean that this peer's state is wrong: it downloads it anew.
                 member.queued = []
             return
-        if self.state == "waiting":
+        self._moved_by = None
+        if self.state in ("waiting", "moving"):
             if listed.ready and member.up_to_date:
                 self._move("listed_ready")
             else:
@@ -106,6 +117,21 @@ class Membership:
                 self._move("listed")
         if self.state == "syncing":
             await self._synchronise()
+
+    async def _hand_over(self, record: m.CommitRecord, target: int) -> None:
+        """Go to `target` once a live member of the old stage is seen: this peer may be the last that holds its state."""
+        self._moved_by = first = self._moved_by or record
+        others = [x for x in record.members[self._member.stage] if x.ready]
+        went_on = others and record.newer_than(first)
+        if went_on or any([await self._holds(x, record) for x in others]):
+            self.on_move(target)
+
+    async def _holds(self, other: m.Member, record: m.CommitRecord) -> bool:
+        try:
+            reply, _ = await self._link.ask(other, m.Status(), m.StatusReply)
+        except (LinkError, RemoteError):
+            return False
+        return reply.member.key == other.key and reply.step > record.step
 
     async def _synchronise(self) -> None:
         """Download a snapshot while averages queue, then apply those; retried by the loop if it fails."""

@@ -17,6 +17,7 @@ from swarm.net.transport import Progress
 from swarm.peer.claims_client import ClaimsClient
 from swarm.peer.hop import HopResult, call_stage
 from swarm.peer.link import Link, Refuse
+from swarm.peer.load import LoadMeter
 from swarm.peer.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
@@ -57,13 +58,14 @@ class MicroBatchServer:
     """Serves `Train` for one stage."""
 
     def __init__(
-        self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget, device: Device
+        self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget, device: Device, meter: LoadMeter
     ) -> None:
         self._link = link
         self._member = member
         self._claims = claims
         self._budget = budget
         self._device = device
+        self._meter = meter
         self._compute = member.compute
         self._executor = member.executor
         self._codec: m.Codec = "raw" if member.config.compression == "none" else member.config.compression
@@ -72,8 +74,6 @@ class MicroBatchServer:
         self.phases: Counter[str] = Counter()
         self.in_flight = 0
         self.recomputed = 0
-        #: Seconds that the device has worked on micro-batches that were answered.
-        self.busy_s = 0.0
         link.register(m.Train, self._on_train)
 
     async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
@@ -88,6 +88,8 @@ class MicroBatchServer:
             raise Refuse("bad_request", "labels are missing")
         self._require_fitting(message)
         version = await self._version(message)
+        if message.mode == "train" and member.hands_over(message.ticket.step):
+            raise Refuse("busy", "this peer moves to another stage")
         work = _Work(message, frame)
         self._reserve(work, frame.body_bytes)
         progress.follow(lambda: self._executor.finished)
@@ -171,8 +173,8 @@ class MicroBatchServer:
         answer, added = backward.value
         await self._device.complete(sent, answer, added)
         work.forward_s, work.backward_s = sent.seconds or forward.run_s, added.seconds or backward.run_s
-        self.busy_s += work.forward_s + work.backward_s
         work.queue_s += backward.queue_s
+        self._note(work, sent.payload, below, answer.payload)
         verdict = added.verdict
         tokens, loss_sum = added.entry.tokens, added.entry.loss_sum
         if below is not None:
@@ -185,6 +187,13 @@ class MicroBatchServer:
             num_bytes=work.num_bytes, recomputed=activation.recomputed,
         )  # fmt: skip
         return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
+
+    def _note(self, work: _Work, outputs: Payload, below: HopResult | None, answer: Payload) -> None:
+        received = work.frame.body_bytes + (below.frame.body_bytes if below is not None else 0)
+        sent = sum(spec.num_bytes for spec, _ in [*outputs, *answer])
+        self._meter.ticket(
+            busy_s=work.forward_s + work.backward_s, queue_s=work.queue_s, num_bytes=max(received, sent)
+        )
 
     def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing]:
         compute, device = self._compute, self._device

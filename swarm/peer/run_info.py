@@ -14,11 +14,13 @@ class RunInfoServer:
     """Serves the run's configuration verbatim, DHT contacts and the newest record."""
 
     def __init__(
-        self, link: Link, *, record: Callable[[], m.CommitRecord | None], status: Callable[[], m.StatusReply]
-    ) -> None:
+        self, link: Link, *, record: Callable[[], m.CommitRecord | None], status: Callable[[], m.StatusReply],
+        coordinator: Callable[[], m.Member | None],
+    ) -> None:  # fmt: skip
         self._link = link
         self._record = record
         self._status = status
+        self._coordinator = coordinator
         link.register(m.Hello, self._on_hello)
         link.register(m.Status, self._on_status)
 
@@ -26,8 +28,9 @@ class RunInfoServer:
         context = self._link.context
         contacts = tuple((address.host, address.port) for address in context.dht.contacts()[:16])
         return m.RunInfo(
-            config=context.config_bytes.decode(), contacts=contacts, record=self._record(), seen_host=progress.remote
-        )
+            config=context.config_bytes.decode(), contacts=contacts, record=self._record(), seen_host=progress.remote,
+            coordinator=self._coordinator(),
+        )  # fmt: skip
 
     async def _on_status(self, message: m.Status, frame: Frame, progress: Progress) -> m.StatusReply:
         return self._status()

@@ -38,6 +38,7 @@ class Seat:
         self.changed = asyncio.Event()
         link.register(m.Lease, self._on_lease)
         link.register(m.Join, self._on_join)
+        link.register(m.Place, self._on_place)
         link.register(m.Elect, self._on_elect)
 
     def _reigning(self) -> Coordinator:
@@ -50,6 +51,9 @@ class Seat:
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Ack:
         return await self._reigning().on_join(message)
+
+    async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
+        return self._reigning().on_place(message)
 
     async def _on_elect(self, message: m.Elect, frame: Frame, progress: Progress) -> m.Elected:
         raise Refuse("wrong_stage", "this peer serves no stage")
@@ -193,8 +197,10 @@ class Seat:
             except (LinkError, RemoteError):
                 return None
 
+        # One that has moved may be announced at two stages: asked once, since it answers for the one that it serves.
+        announced = {(record.peer, record.incarnation): record for roster in rosters for record in roster}
         try:
-            replies = await asyncio.gather(*(ask(record) for roster in rosters for record in roster))
+            replies = await asyncio.gather(*(ask(record) for record in announced.values()))
         except Demoted:
             self._highest += 1
             raise

@@ -110,7 +110,8 @@ class StageLeader:
         self._books[message.step] = book
         self.shares.keep(message.members)
         asked = [x for x in message.members if x.key not in book.struck]
-        seals = [s for s in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if s is not None]
+        replies = [r for r in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if r is not None]
+        seals = [reply.seal for reply in replies]
         if self._books.get(message.step) is not book:
             raise Refuse("wrong_state", "a newer term began")
         self._compare(book, seals)
@@ -119,10 +120,11 @@ class StageLeader:
         self._collected.set()
         self._collected = asyncio.Event()
         return m.Gathered(
-            seals=tuple(s for s in seals if s.member.key not in book.struck), struck=tuple(book.struck.values())
-        )
+            seals=tuple(s for s in seals if s.member.key not in book.struck), struck=tuple(book.struck.values()),
+            loads=tuple(reply.load for reply in replies if reply.load is not None),
+        )  # fmt: skip
 
-    async def _collect(self, message: m.Gather, book: ClaimBook, target: m.Member) -> m.Seal | None:
+    async def _collect(self, message: m.Gather, book: ClaimBook, target: m.Member) -> m.Collected | None:
         request = m.Collect(
             run=message.run, stage=message.stage, step=message.step, term=message.term, freeze=message.freeze,
             leader=self._member.me,
@@ -138,7 +140,7 @@ class StageLeader:
         else:
             if reply.seal.member.key == target.key:
                 self.shares.heard(reply)
-                return reply.seal
+                return reply
             error = RemoteError("another incarnation answers there")
         book.strike(target)
         logger.info("step %d: %s struck: %s", message.step, target.peer[:8], error)

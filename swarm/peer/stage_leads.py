@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
@@ -31,10 +32,11 @@ class _StageLead:
 
 
 class StageLeads:
-    """One coordinator's view of the stages' leaders."""
+    """One coordinator's view of the stages' leaders; `hear` gets what their members say of their work."""
 
-    def __init__(self, reign: Reign, term_n: int) -> None:
+    def __init__(self, reign: Reign, term_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
         self._reign = reign
+        self._hear = hear
         self._leads = [_StageLead(n=term_n) for _ in range(reign.config.num_stages)]
 
     def begin_step(self) -> None:
@@ -137,6 +139,7 @@ class StageLeads:
             else:
                 lead.struck |= {x.key: x for x in reply.struck}
                 self._reign.lost.discard(stage)
+                self._hear(stage, reply.loads)
                 return reply.seals
 
     async def _tell_record(self, leader: m.Member) -> bool:

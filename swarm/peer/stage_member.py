@@ -103,6 +103,8 @@ class StageMember:
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []
         #: Finds the state at a record's head in memory or on disk; see `restore.py`.
         self.restore: Callable[[m.CommitRecord], Awaitable[StageState | None]] = _nothing_to_restore
+        #: What this peer has done so far; see `load.py`.
+        self.load: Callable[[], m.Load | None] = lambda: None
         #: Steps that were committed and then set back, by a restore or by another lineage.
         self.discarded_steps = 0
         for kind, handler in (
@@ -131,6 +133,22 @@ class StageMember:
         if self.record is None:
             return None
         return next((x for x in self.record.members[self.stage] if x.key == self.me.key), None)
+
+    def listed_elsewhere(self) -> int | None:
+        """The stage at which the newest record lists this peer, if that is not the one it serves."""
+        if self.record is None or self.listed() is not None:
+            return None
+        return next((k for k, xs in enumerate(self.record.members) if any(x.key == self.me.key for x in xs)), None)
+
+    def hands_over(self, step: int) -> bool:
+        """This peer moves, and will not be here to seal `step`."""
+        record = self.record
+        return record is not None and step > record.step + 1 and any(x.member.key == self.me.key for x in record.moves)
+
+    def succeed(self, before: StageMember) -> None:
+        """What the same peer knew and promised at another stage holds here."""
+        self.record, self.coordinator, self.promised = before.record, before.coordinator, before.promised
+        self.discarded_steps = before.discarded_steps
 
     def members_for(self, step: int) -> tuple[m.Member, ...]:
         """Members of this stage for `step`: those of the record that its version came from, or nobody if that is gone.
@@ -198,7 +216,9 @@ class StageMember:
             state.round = None
         state.average = None
         transport = self.context.transport
-        return m.Collected(seal=seal, upload=transport.upload.rate, download=transport.download.rate)
+        return m.Collected(
+            seal=seal, upload=transport.upload.rate, download=transport.download.rate, load=self.load()
+        )
 
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from swarm.base.errors import SwarmError
@@ -11,6 +12,7 @@ from swarm.peer.checkpoints import Checkpoints
 from swarm.peer.claims_client import ClaimsClient
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
+from swarm.peer.load import LoadMeter
 from swarm.peer.membership import Membership
 from swarm.peer.micro_batches import MicroBatchServer
 from swarm.peer.restore import RestorePoints
@@ -32,11 +34,11 @@ DRAIN_S = 10.0
 
 
 class StagePeer:
-    """Serves one stage until stopped.
+    """Serves one stage until stopped, or another one where the records move it.
 
     Args:
         context: who this peer is.
-        stage: which stage it serves.
+        stage: which stage it serves first.
         factory: builds the stage's module.
         executor: the device's compute thread.
         background: averages, digests and checkpoints; a thread of its own.
@@ -44,6 +46,8 @@ class StagePeer:
         state_dir: where checkpoints go; None writes none.
         memory_limit_bytes: bound of what in-flight micro-batches may hold.
         compile: `torch.compile` the stage's blocks before it serves.
+        free_bytes: memory that is left now, for another stage's state; None where nobody can tell.
+        flops_per_s: of the device in a short benchmark; 0 if not known.
     """
 
     def __init__(
@@ -58,36 +62,59 @@ class StagePeer:
         state_dir: Path | None = None,
         memory_limit_bytes: int = 2**30,
         compile: bool = False,
+        free_bytes: Callable[[], int] | None = None,
+        flops_per_s: float = 0.0,
     ) -> None:
-        config = context.config
         self.context = context
-        self.stage = stage
+        self._factory = factory
+        self._compile = compile
         self._executor = executor
         self._background = background
+        self._device_name = device
         self._device = device_of(device)
         if self._device.allocate is not None:
             context.transport.allocate = self._device.allocate
-        self._tasks = Tasks()
+        self._state_dir = state_dir
+        self._budget = MemoryBudget(memory_limit_bytes)
+        self._free_bytes = free_bytes
+        self._flops_per_s = flops_per_s
         self.link = Link(context)
-        compute = StageCompute(
-            factory, stage, precision=config.precision, seed=config.seed, device=device, compile=compile,
-            frozen=config.frozen,
+        #: Called when this peer has taken up another stage.
+        self.on_move: list[Callable[[], None]] = []
+        self._stopping = False
+        self._target: int | None = None
+        self._woken = asyncio.Event()
+        self._take_up(self._compute_of(stage))
+        RunInfoServer(
+            self.link, record=lambda: self.member.record, status=self._status, coordinator=lambda: self.member.coordinator
         )
-        compute.show_progress(executor)
-        self.member = StageMember(self.link, stage, compute, executor, background, self._tasks)
+
+    def _compute_of(self, stage: int) -> StageCompute:
+        config = self.context.config
+        return StageCompute(
+            self._factory, stage, precision=config.precision, seed=config.seed, device=self._device_name,
+            compile=self._compile, frozen=config.frozen,
+        )  # fmt: skip
+
+    def _take_up(self, compute: StageCompute, before: StageMember | None = None) -> None:
+        """Build all parts that serve one stage; from here on they answer, in the place of those of `before`."""
+        self._tasks = Tasks()
+        compute.show_progress(self._executor)
+        self.stage = stage = compute.stage
+        self.member = StageMember(self.link, stage, compute, self._executor, self._background, self._tasks)
+        if before is not None:
+            self.member.succeed(before)
+        self.meter = LoadMeter(self.link, self.member, self._free_bytes, self._flops_per_s)
         Rounds(self.link, self.member)
         self.leader = StageLeader(self.link, self.member)
-        self.membership = Membership(self.link, self.member)
-        budget = MemoryBudget(memory_limit_bytes)
-        self.micro_batches = MicroBatchServer(
-            self.link, self.member, ClaimsClient(self.link, self.member, self._tasks), budget, self._device
-        )
-        self.micro_batches.accepting = lambda: self.membership.serving
+        self.membership = membership = Membership(self.link, self.member)
+        membership.on_move = self._go_to
+        claims = ClaimsClient(self.link, self.member, self._tasks)
+        self.micro_batches = MicroBatchServer(self.link, self.member, claims, self._budget, self._device, self.meter)
+        self.micro_batches.accepting = lambda: membership.serving
         StateDonor(self.link, self.member)
-        RestorePoints(self.link, self.member, state_dir)
-        RunInfoServer(self.link, record=lambda: self.member.record, status=self._status)
-        Checkpoints(self.link, self.member, self._tasks, state_dir)
-        self._stopped = asyncio.Event()
+        RestorePoints(self.link, self.member, self._state_dir)
+        Checkpoints(self.link, self.member, self._tasks, self._state_dir)
 
     def _status(self) -> m.StatusReply:
         member, served = self.member, self.micro_batches
@@ -97,19 +124,22 @@ class StagePeer:
             detail={
                 "stage": self.stage, "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
-                "busy_s": round(served.busy_s, 3),
+                "busy_s": round(self.meter.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,
                 "upload_bytes_per_s": round(self.context.transport.upload.rate or 0),
                 "download_bytes_per_s": round(self.context.transport.download.rate or 0),
                 "shares": self.leader.shares.reason,
             },
-            stages=member.record.members if member.record else (),
+            stages=member.record.members if member.record else (), stage=self.stage,
         )  # fmt: skip
 
     async def start(self) -> None:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         await self._executor.run(self._warm_up, Priority.CONTROL)
+        self._start_loops()
+
+    def _start_loops(self) -> None:
         self._tasks.start(self.membership.announce_loop(), "announce", vital=True)
         self._tasks.start(self.membership.join_loop(), "membership", vital=True)
 
@@ -129,7 +159,12 @@ class StagePeer:
 
     def stop(self) -> None:
         """End `run`; `close` then drains."""
-        self._stopped.set()
+        self._stopping = True
+        self._woken.set()
+
+    def _go_to(self, stage: int) -> None:
+        self._target = stage
+        self._woken.set()
 
     async def run(self) -> None:
         """Until `stop`.
@@ -137,7 +172,28 @@ class StagePeer:
         Raises:
             SwarmError: a part of the peer failed.
         """
-        await self._tasks.until(self._stopped)
+        while not self._stopping:
+            await self._tasks.until(self._woken)
+            self._woken.clear()
+            target, self._target = self._target, None
+            if target is not None and not self._stopping:
+                await self._move(target)
+
+    async def _move(self, stage: int) -> None:
+        """Take up another stage as a joiner. A move to the same stage is none: nothing is built and nothing downloaded."""
+        if stage == self.stage:
+            return
+        before, tasks = self.member, self._tasks
+        logger.info("moving from stage %d to stage %d", self.stage, stage)
+        # Built by the compute thread: building draws random numbers, and its jobs rely on theirs.
+        compute = (await self._executor.run(lambda: self._compute_of(stage), Priority.CONTROL)).value
+        await self._background.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        self._take_up(compute, before)
+        await tasks.close()
+        await self._executor.run(self._warm_up, Priority.CONTROL)
+        self._start_loops()
+        for callback in self.on_move:
+            callback()
 
     async def close(self) -> None:
         """Take nothing new, finish what is in flight, contribute to the next commit, and go; all within a bound."""

@@ -63,7 +63,9 @@ class Trainer:
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=1)
-        self._info = RunInfoServer(self.link, record=lambda: self.record, status=self._status)
+        self._info = RunInfoServer(
+            self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known
+        )
         self._wiring = Wiring(self.config.num_stages, context.rng, max_ban_s=self.config.timing.record_ttl_s)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
         start = min(highest, in_flight or 3 * self.config.num_stages)
@@ -321,6 +323,12 @@ class Trainer:
             await asyncio.sleep(backoff * self.context.rng.uniform(0.5, 1.0))
             backoff = min(2.0, backoff * 2)
 
+    def _movers_before(self, step: int) -> frozenset[str]:
+        """Peers that will have gone to another stage before `step` is sealed."""
+        record = self.record
+        moving = record.moves if record is not None and step > record.step + 1 else ()
+        return frozenset(move.member.peer for move in moving)
+
     def _head_for(self, step: int) -> str:
         """The head whose parameters the tickets of `step` use."""
         record = self.record
@@ -343,7 +351,7 @@ class Trainer:
         """
         loop = asyncio.get_running_loop()
         num_samples = tensors[0].shape[0] if tensors[0].shape else 1
-        avoid = self._avoid.get(ticket, frozenset()) if mode == "train" else frozenset()
+        avoid = self._avoid.get(ticket, frozenset()) | self._movers_before(ticket.step) if mode == "train" else frozenset()
         route = self._wiring.route(num_samples, now=loop.time(), downstream=downstream, avoid=avoid)
         if isinstance(route, int):
             raise RemoteError(f"stage {route} has no peer that may be tried now")

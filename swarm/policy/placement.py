@@ -29,7 +29,7 @@ def best_stage(swarm: Swarm, newcomer: Worker) -> tuple[int | None, str]:
         if best is None or rank > best[0]:
             best = (rank, stage, gained)
     if best is None:
-        smallest = min(work.state_bytes for work in swarm.stages)
+        smallest = min(work.held_bytes for work in swarm.stages)
         return None, f"no stage fits: the smallest needs {smallest} bytes, {newcomer.room_bytes} are free"
     (after, _, _), stage, gained = best
     if not num_peers[stage]:

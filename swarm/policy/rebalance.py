@@ -10,14 +10,17 @@ where the trainers are the limit (no load) nobody moves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm.policy.throughput import Key, Swarm, Worker
 
-#: A plan must raise the predicted throughput by this part: measured rates are noisy.
+#: A plan must raise the predicted throughput by this part, and by what noise may feign: this part of it over the root of
+#: the number of tickets that were measured at the slowest stage.
 MIN_GAIN = 0.03
+NOISE = 0.25
 #: Periods for which an assignment is expected to hold: a transfer must pay for itself within them.
 HORIZON_PERIODS = 4.0
 #: A slowest stage whose peers have a lower load (queue + utilisation) is not what the swarm waits for.
@@ -59,17 +62,18 @@ def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
     if served and (load := swarm.load_of(slowest)) < MIN_LOAD:
         return Plan((), f"stage {slowest} is the slowest, but idle (load {load:.2f}): links or trainers are the limit",
                     before, before)  # fmt: skip
+    least_gain = MIN_GAIN + _noise(swarm, slowest)
     best: tuple[float, int, float] | None = None
     while search.raise_slowest():
         after = min(search.rates)
         gain = after - before
-        if gain <= MIN_GAIN * before or gain <= 0.0:
+        if gain <= least_gain * before or gain <= 0.0:
             continue
         worth = _worth(swarm, search.moves, before=before, after=after, horizon_s=HORIZON_PERIODS * period_s)
         if worth > 0 and (best is None or worth > best[0] * (1 + TOLERANCE)):
             best = (worth, len(search.moves), after)
     if best is None:
-        return Plan((), _why_not(search, before, period_s), before, before)
+        return Plan((), _why_not(search, before, least_gain, period_s), before, before)
     moves = _needed(swarm, search.moves[: best[1]], best[2])
     after = swarm.throughput({move.key: move.target for move in moves})
     what = ", ".join(f"{move.key[0][:8]} from {move.source} to {move.target}" for move in moves)
@@ -151,6 +155,12 @@ class _Search:
                     yield slower, rate, (Move(worker.key, source, target), Move(other.key, target, source))
 
 
+def _noise(swarm: Swarm, stage: int) -> float:
+    """Relative error of a stage's measured rate, about twice its standard deviation; 0 if nothing was measured there."""
+    num_tickets = sum(worker.num_tickets for worker in swarm.workers if worker.stage == stage)
+    return NOISE / math.sqrt(num_tickets) if num_tickets else 0.0
+
+
 def _worth(swarm: Swarm, moves: tuple[Move, ...], *, before: float, after: float, horizon_s: float) -> float:
     """Tickets gained over the horizon: nobody counts on a mover while it downloads."""
     workers = {worker.key: worker for worker in swarm.workers}
@@ -164,15 +174,15 @@ def _needed(swarm: Swarm, moves: tuple[Move, ...], after: float) -> tuple[Move, 
     for move in reversed(moves):
         fewer = tuple(other for other in moves if other != move)
         if swarm.throughput({m.key: m.target for m in fewer}) >= after * (1 - TOLERANCE):
-            moves = fewer
+            return _needed(swarm, fewer, after)
     return moves
 
 
-def _why_not(search: _Search, before: float, period_s: float) -> str:
+def _why_not(search: _Search, before: float, least_gain: float, period_s: float) -> str:
     if not search.moves:
         return f"no move raises the slowest stage above {before:.3g} tickets/s"
     gain = min(search.rates) / before - 1 if before else 0.0
-    if gain <= MIN_GAIN:
-        return f"{len(search.moves)} moves would gain {gain:.1%}, less than {MIN_GAIN:.0%}"
+    if gain <= least_gain:
+        return f"{len(search.moves)} moves would gain {gain:.1%}, less than {least_gain:.1%}"
     within_s = HORIZON_PERIODS * period_s
     return f"{len(search.moves)} moves would gain {gain:.1%}, but their transfers do not pay within {within_s:g} s"

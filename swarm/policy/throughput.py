@@ -15,6 +15,9 @@ from typing import Literal, NamedTuple
 Key = tuple[str, str]
 #: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
+#: Beside its state a peer holds gradient sums, averages, copies that compute, and for a moment the next state; see
+#: `stage/memory.py`, which counts exactly before a stage is built.
+HELD_PER_STATE = 3.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +26,13 @@ class StageWork:
 
     #: One ticket through a peer's link in the busier direction, in bytes; 0 if not known.
     ticket_bytes: float = 0.0
-    #: Parameters and optimizer state: what a peer downloads before it serves, and must hold.
+    #: Parameters and optimizer state: what a peer downloads before it serves.
     state_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What serving the stage takes of memory: its state, and what `HELD_PER_STATE` counts."""
+        return int(self.state_bytes * HELD_PER_STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class Worker:
     stage: int
     #: Measured compute seconds per ticket, by the stage where they were measured.
     seconds: Mapping[int, float] = field(default_factory=dict)
+    #: Tickets behind the figure of its own stage; 0 if not known.
+    num_tickets: float = 0.0
     #: Of its link, in bytes/s; None if not measured, which is not zero.
     bandwidth: float | None = None
     #: Memory left for another stage's state, in bytes; None if not known.
@@ -83,7 +93,7 @@ class Swarm:
         return self.stages[stage].state_bytes / (worker.bandwidth or self.typical_bandwidth)
 
     def fits(self, worker: Worker, stage: int) -> bool:
-        return worker.room_bytes is None or self.stages[stage].state_bytes <= worker.room_bytes
+        return worker.room_bytes is None or self.stages[stage].held_bytes <= worker.room_bytes
 
     def stage_rates(self, assignment: Mapping[Key, int | None]) -> list[float]:
         """Tickets per second of every stage. `assignment` says where a peer is instead; None: nowhere."""

@@ -52,6 +52,13 @@ class StageState:
     previous: Version | None = None
 
 
+def state_bytes(state: StageState) -> int:
+    """What a newcomer downloads."""
+    tensors = [state.version.masters, state.optimizer.first, state.optimizer.second]
+    tensors += [state.previous.masters] if state.previous is not None else []
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 class VersionStore:
     """The newest `keep` versions, and the newest one's optimizer state."""
 

@@ -134,6 +134,35 @@ class StageResult(Part):
     holders: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
+class Move(Part):
+    """A member goes to another stage: it serves `source` in the next step, and is listed at `target` from then on."""
+
+    member: Member
+    source: StageField
+    target: StageField
+
+
+class Load(Part):
+    """What a member has done at its stage so far, counted by itself; who compares two of them learns its pace and load."""
+
+    member: Member
+    #: Since it took up the stage, in seconds of its own clock.
+    elapsed_s: Annotated[float, Field(ge=0)] = 0.0
+    #: Micro-batches that went through it, and what they took: compute, waiting for the compute thread, and bytes in the
+    #: busier direction of its link.
+    num_tickets: Annotated[int, Field(ge=0)] = 0
+    busy_s: Annotated[float, Field(ge=0)] = 0.0
+    queue_s: Annotated[float, Field(ge=0)] = 0.0
+    num_bytes: Annotated[int, Field(ge=0)] = 0
+    #: What its link was measured to carry in the slower direction, in bytes per second; 0 if it was not.
+    bandwidth: Annotated[float, Field(ge=0)] = 0.0
+    #: Its stage's parameters and optimizer state, and memory that is left for another stage's; -1 if not known.
+    state_bytes: Annotated[int, Field(ge=0)] = 0
+    room_bytes: Annotated[int, Field(ge=-1)] = -1
+    #: Of its device in a short benchmark, whatever the model; 0 if not known.
+    flops_per_s: Annotated[float, Field(ge=0)] = 0.0
+
+
 class CommitRecord(Part):
     """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results.
 
@@ -163,6 +192,8 @@ class CommitRecord(Part):
     scale_age: Annotated[int, Field(ge=0)] = 0
     #: Attempts beyond the first that this step needed.
     reopened: Annotated[int, Field(ge=0)] = 0
+    #: Members that go to another stage; the next record carries it out. See `lifecycle/PROTOCOL.md`, "Moves".
+    moves: Annotated[tuple[Move, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
     @property
     def loss(self) -> float:
@@ -285,6 +316,8 @@ class StatusReply(Message):
     state: Annotated[str, StringConstraints(max_length=64)] = ""
     detail: Annotated[dict[str, str | int | float | bool], Field(max_length=128)] = {}
     stages: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...] = ()
+    #: That it serves; -1 for other roles.
+    stage: Annotated[int, Field(ge=-1, lt=1024)] = -1
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches
@@ -375,11 +408,12 @@ class Gather(Message):
 
 
 class Gathered(Message):
-    """The seals of all members that answered, and those that did not (struck for this step)."""
+    """The seals of all members that answered, those that did not (struck for this step), and what each has done so far."""
 
     kind: Literal["gathered"] = "gathered"
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     struck: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    loads: Annotated[tuple[Load, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
 class Collect(Message):
@@ -395,12 +429,13 @@ class Collect(Message):
 
 
 class Collected(Message):
-    """One member's seal, and what its link was measured to carry (bytes per second; None: not measured yet)."""
+    """One member's seal, its work so far, and what its link was measured to carry (bytes per second; None: not yet)."""
 
     kind: Literal["collected"] = "collected"
     seal: Seal
     upload: Annotated[float, Field(gt=0)] | None = None
     download: Annotated[float, Field(gt=0)] | None = None
+    load: Load | None = None
 
 
 class Average(Message):
@@ -528,6 +563,26 @@ class Join(Message):
     leaving: bool = False
 
 
+class Place(Message):
+    """A newcomer asks the coordinator which stage it should serve: answered by `Placed`."""
+
+    kind: Literal["place"] = "place"
+    run: RunIdField
+    member: Member
+    #: As in `Load`.
+    flops_per_s: Annotated[float, Field(ge=0)] = 0.0
+    room_bytes: Annotated[int, Field(ge=-1)] = -1
+    bandwidth: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Placed(Message):
+    """The stage where the newcomer raises predicted throughput most; none if no stage's state fits into its memory."""
+
+    kind: Literal["placed"] = "placed"
+    stage: StageField | None = None
+    reason: TextField = ""
+
+
 class Elect(Message):
     """A candidate asks to be accepted as coordinator with this ballot: answered by `Elected`, or `lower_ballot`."""
 
@@ -649,7 +704,7 @@ AnyMessage = Annotated[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
         Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, Holdings, Held, FetchAverage, AverageCopy, Commit,
-        Join, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange, StateChunk,
+        Join, Place, Placed, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange, StateChunk,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
@@ -657,5 +712,5 @@ MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
 REQUEST_KINDS = frozenset({
     "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "holdings", "fetch_average",
-    "commit", "join", "elect", "lease", "evaluated", "state_offer", "state_range",
+    "commit", "join", "place", "elect", "lease", "evaluated", "state_offer", "state_range",
 })  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 from invariants import run_checked
 from simulation import Node, Simulation, check, small_config
 
-from swarm.base.config import RunConfig
+from swarm.base.config import RunConfig, Timing
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Trainer
 
@@ -32,6 +32,8 @@ KINDS = (
     ("half_backward", 3), ("kill_coordinator", 2), ("kill_trainer", 2), ("newcomer", 2), ("slow", 2),
     ("partition", 1),
 )  # fmt: skip
+#: In schedules with an even seed peers also move: some on purpose, and some because the policy decides so this often.
+REBALANCE_EVERY_S = 0.4
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Schedule:
             (Fault(k, round(rng.uniform(0.0, 1.6), 3), round(rng.uniform(0.05, 12.0), 3), rng.getrandbits(16)) for k in kinds),
             key=lambda f: f.at_s,
         )
+        moving = random.Random(f"moves of {seed}")
+        moves = [Fault("move", round(moving.uniform(0.0, 1.6), 3), 0.0, moving.getrandbits(16)) for _ in range(2)]
+        faults = sorted([*faults, *(moves if seed % 2 == 0 else [])], key=lambda f: f.at_s)
         lossy = rng.random() < 0.5
         return cls(
             seed=seed, num_stages=rng.choice([3, 3, 4]), peers_per_stage=rng.choice([2, 2, 3]), trainers=2,
@@ -75,7 +80,8 @@ class Schedule:
         )  # fmt: skip
 
     def config(self) -> RunConfig:
-        return small_config(num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps)
+        timing = Timing(rebalance_every_s=REBALANCE_EVERY_S if self.seed % 2 == 0 else 0.0)
+        return small_config(num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps, timing=timing)
 
     def __str__(self) -> str:
         head = (
@@ -105,10 +111,25 @@ class Faults:
         assert isinstance(node.peer, StagePeer)
         newest = max(n.peer.member.num_commits for n in self._stage_nodes())  # type: ignore[union-attr]
         return any(
-            n is not node and n.peer.stage == node.peer.stage and n.peer.membership.serving  # type: ignore[union-attr]
+            n is not node and n.peer.stage == node.peer.stage and n.peer.membership.serving and not self._moves(n)  # type: ignore[union-attr]
             and n.peer.member.up_to_date and n.peer.member.num_commits == newest and n.name not in self.simulation.troubled  # type: ignore[union-attr]
             for n in self._stage_nodes()
         )  # fmt: skip
+
+    def _moves(self, node: Node) -> bool:
+        """A record has it go to another stage."""
+        assert isinstance(node.peer, StagePeer)
+        record = node.peer.member.record
+        return record is not None and any(move.member.key == node.peer.member.me.key for move in record.moves)
+
+    async def move(self, rng: random.Random, for_s: float) -> bool:
+        nodes = [n for n in self._stage_nodes() if n.peer.membership.serving]  # type: ignore[union-attr]
+        if not nodes:
+            return False
+        node = rng.choice(nodes)
+        assert isinstance(node.peer, StagePeer)
+        others = [k for k in range(self.simulation.config.num_stages) if k != node.peer.stage]
+        return self.simulation.move(node.name, rng.choice(others))
 
     async def kill_stage_peer(self, rng: random.Random, for_s: float) -> bool:
         victims = [n for n in self._stage_nodes() if self._expendable(n)]

@@ -30,7 +30,9 @@ from swarm.peer.context import PeerContext
 from swarm.peer.reports import Evaluation, StepReport
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Trainer
+from swarm.policy.rebalance import Move, Plan
 from swarm.policy.schedule import learning_rate
+from swarm.policy.throughput import Swarm
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Outcome, Priority
 from swarm.stage.module import Tensors
@@ -367,8 +369,13 @@ class Simulation:
             state_dir=None if self._state_dir is None else self._state_dir / name,
         )  # fmt: skip
         node = Node(name, context.transport.address, context.identity, peer, executor)
-        peer.member.on_commit.append(self._note)
-        peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
+
+        def watch() -> None:
+            peer.member.on_commit.append(self._note)
+            peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
+
+        watch()
+        peer.on_move.append(watch)
         return await self._start(node)
 
     def _note(self, record: CommitRecord) -> None:
@@ -420,6 +427,25 @@ class Simulation:
         node.peer.stop()
         await node.peer.close()
         del self.nodes[name]
+
+    def move(self, name: str, target: int) -> bool:
+        """The next record moves this stage peer, whatever the policy thinks; False if nobody coordinates."""
+        coordinators = [n.peer.seat.coordinator for n in self.nodes.values() if self.coordinates(n)]  # type: ignore[union-attr]
+        if not coordinators:
+            return False
+        peer = self.nodes[name].peer
+        assert isinstance(peer, StagePeer)
+        rebalancing = max(coordinators, key=lambda c: c.ballot).rebalancing
+        policy, wanted = rebalancing.plan, Move(peer.member.me.key, peer.stage, target)
+
+        def plan(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
+            rebalancing.plan = policy
+            there = any(worker.key == wanted.key and worker.stage == wanted.source for worker in swarm.workers)
+            return Plan((wanted,) if there else (), f"moved on purpose: {wanted}", 0.0, 0.0)
+
+        rebalancing.plan = plan
+        rebalancing._decided_at = -1e9  # a decision is due
+        return True
 
     def pause(self, node: Node) -> None:
         """SIGSTOP."""

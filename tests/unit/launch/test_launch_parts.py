@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import signal
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from launch.arguments import size_bytes
 from launch.composing import _reachable_host
 from launch.metrics import MetricsFile
 from launch.runner import run_peer
-from launch.stage_choice import fewest
 from launch.state_directory import claim_directory
 from swarm.base.errors import ConfigError
 
@@ -33,11 +31,6 @@ def test_sizes_have_units(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         size_bytes(text)
-
-
-def test_auto_takes_the_stage_with_the_fewest_peers_and_spreads_ties() -> None:
-    assert fewest([3, 1, 2], random.Random(0)) == 1
-    assert {fewest([2, 1, 1], random.Random(seed)) for seed in range(20)} == {1, 2}
 
 
 def test_two_processes_never_share_a_state_directory(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_peers_change_places_where_no_single_move_helps() -> None:
         ([[1.0] * 6, [1.0] * 2], {"load": 0.2}, "stage 1 is the slowest, but idle (load 0.20): links or trainers are the limit"),
         ([[1.0] * 6, [1.0] * 2], {"room_bytes": 5, "state_bytes": 6}, "no move raises the slowest stage above 2 tickets/s"),
         ([[1.0] * 6, [1.0] * 2], {"min_peers": 6}, "no move raises the slowest stage above 2 tickets/s"),
-        ([[1.0, 50.0], [1.02]], {}, "1 moves would gain 2.0%, less than 3%"),
+        ([[1.0, 50.0], [1.02]], {}, "1 moves would gain 2.0%, less than 3.0%"),
+        ([[1.0] * 16, [1.0] * 14], {"num_tickets": 1.0}, "1 moves would gain 7.1%, less than 9.7%"),
         (
             [[1.0] * 6, [1.0] * 2], {"bandwidth": 1e6, "state_bytes": 2 * 10**9},
             "1 moves would gain 50.0%, but their transfers do not pay within 1200 s",

@@ -58,7 +58,7 @@ def test_a_newcomer_without_room_for_the_slowest_stage_helps_another() -> None:
     assert best_stage(swarm, worker("new", 0, 1.0, room_bytes=50))[0] == 1
     stage, reason = best_stage(swarm, worker("new", 0, 1.0, room_bytes=5))
     assert stage is None
-    assert reason == "no stage fits: the smallest needs 10 bytes, 5 are free"
+    assert reason == "no stage fits: the smallest needs 35 bytes, 5 are free"
 
 
 def test_a_newcomer_with_a_slow_link_goes_where_little_is_sent() -> None:

@@ -1,7 +1,9 @@
 """What moving peers between stages gains: under a trace of preemptions, and in live swarms.
 
 `--trace` is the paper's experiment (arXiv 2301.11913, section 4.4) in a simulation that runs the product's own policies;
-`rebalancing_trace.py` describes the model.
+`rebalancing_trace.py` describes the model. `--live equal` and `--live unequal` run swarms of real processes whose compute
+is timed occupation of the compute thread (`timed_stages.py`), so that two cores carry ten peers; all else is real. Their
+references: swarms that were started with the best assignment, and the sum of what the peers can do alone.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from rebalancing_trace import Outcome, Pipeline, Trace
@@ -60,13 +64,117 @@ def _draw_trace(figure: Any, outcomes: dict[float, list[Outcome]]) -> None:
     below.set_xlabel("hour")
 
 
+def live_equal(num_steps: int) -> None:
+    """3 stages, peers 6/2/2; later all but one peer of a stage are killed."""
+    from rebalancing_live import Phase, Settings, Swarm, spread
+
+    settings, still = Settings(), Settings(rebalance=False)
+    rows, details = [], {}
+
+    def note(what: str, phase: Phase, reference: Phase | None, periods: float, peers: list[int]) -> None:
+        rows.append({
+            "swarm": what, "peers": "/".join(map(str, peers)), "periods": periods, "tickets/s": phase.tickets_per_s,
+            "of the reference": phase.tickets_per_s / reference.tickets_per_s if reference is not None else 1.0,
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        with Swarm(root / "best", spread([4, 3, 3]), still) as swarm:
+            best = swarm.measure(num_steps, skip=2)
+            note("started best", best, None, 0.0, swarm.lines()[-1]["peers"])
+        with Swarm(root / "best_after_kill", spread([3, 3, 2]), still) as swarm:
+            best_of_8 = swarm.measure(num_steps, skip=2)
+            note("started best, 8 peers", best_of_8, None, 0.0, swarm.lines()[-1]["peers"])
+        with Swarm(root / "moved", spread([6, 2, 2]), settings) as swarm:
+            lines = swarm.wait("a step", lambda found: found, 120.0)
+            began = len(lines)
+            lines = swarm.wait("the best assignment", lambda found: _is_best(found[-1]["peers"], 10), 120.0)
+            periods = sum(line["seconds"] for line in lines[began:]) / settings.period_s
+            note("6/2/2, moved", swarm.measure(num_steps, skip=2), best, periods, swarm.lines()[-1]["peers"])
+            assert sorted(len(found) for found in swarm.stages().values()) == [3, 3, 4]
+            stage = next(k for k, found in swarm.stages().items() if len(found) == 3)
+            began = len(swarm.lines())
+            killed = swarm.kill_all_but_one(stage)
+            lines = swarm.wait(
+                "the best assignment", lambda found: len(found) > began and _is_best(found[-1]["peers"], 8), 180.0
+            )
+            periods = sum(line["seconds"] for line in lines[began:]) / settings.period_s
+            what, phase = f"stage {stage} lost {len(killed)}", swarm.measure(num_steps, skip=2)
+            note(what, phase, best_of_8, periods, swarm.lines()[-1]["peers"])
+            details["seconds of all steps"] = [line["seconds"] for line in swarm.lines()]
+            details["peers at all steps"] = [line["peers"] for line in swarm.lines()]
+            details["retries"] = sum(line["retries"] for line in swarm.lines())
+    publish(
+        "rebalancing_equal", facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
+        tables={"equal peers, 3 stages": rows}, details=details, draw=lambda figure: _draw_live(figure, details),
+    )  # fmt: skip
+
+
+def _is_best(peers: list[int], num_peers: int) -> bool:
+    """So many equal peers are all there, and no assignment of them is faster."""
+    return sum(peers) == num_peers and min(peers) == num_peers // len(peers)
+
+
+def live_unequal(num_steps: int) -> None:
+    """Two fast and four slow peers, a quarter of the speed, placed badly."""
+    from rebalancing_live import Peer, Settings, Swarm, best_rate
+
+    settings = Settings(tickets_per_step=32, delay_steps=1, in_flight=24)
+    peers = [Peer(0), Peer(0, 4.0), Peer(1), Peer(1, 4.0), Peer(2, 4.0), Peer(2, 4.0)]
+    alone = best_rate(peers, settings.seconds)
+    details = {}
+
+    def speeds(swarm: Swarm) -> list[float]:
+        return [sum(1 / peers[index].slowness for index in found) for found in swarm.stages().values()]
+
+    with tempfile.TemporaryDirectory() as directory, Swarm(Path(directory) / "unequal", peers, settings) as swarm:
+        lines = swarm.wait("a step", lambda found: found, 120.0)
+        began, before = len(lines), lines[-1]
+        swarm.wait("the best assignment", lambda found: min(speeds(swarm)) >= 1.0, 240.0)
+        periods = sum(line["seconds"] for line in swarm.lines()[began:]) / settings.period_s
+        phase = swarm.measure(num_steps, skip=2)
+        details["seconds of all steps"] = [line["seconds"] for line in swarm.lines()]
+        details["peers at all steps"] = [line["peers"] for line in swarm.lines()]
+        rows = [
+            {"swarm": "as placed", "periods": 0.0, "tickets/s": before["tickets"][0] / before["seconds"]},
+            {"swarm": "moved", "periods": periods, "tickets/s": phase.tickets_per_s},
+            {"swarm": "sum of what each can do alone", "periods": 0.0, "tickets/s": alone},
+        ]
+    for row in rows:
+        row["of the sum"] = row["tickets/s"] / alone
+    publish(
+        "rebalancing_unequal", facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
+        tables={"two fast and four slow peers (a quarter of the speed), 3 stages": rows}, details=details,
+        draw=lambda figure: _draw_live(figure, details),
+    )  # fmt: skip
+
+
+def _draw_live(figure: Any, details: dict[str, Any]) -> None:
+    above, below = figure.subplots(2, 1, sharex=True)
+    ends = [sum(details["seconds of all steps"][: i + 1]) for i in range(len(details["seconds of all steps"]))]
+    above.step(ends, details["seconds of all steps"], where="pre")
+    above.set_ylabel("seconds per step")
+    for stage, counts in enumerate(zip(*details["peers at all steps"], strict=True)):
+        below.step(ends, counts, where="post", label=f"stage {stage}")
+    below.set_ylabel("peers listed")
+    below.set_xlabel("seconds")
+    below.legend()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", action="store_true", help="32 stages under preemption, simulated")
     parser.add_argument("--seeds", type=int, default=10, help="traces that are averaged over")
+    parser.add_argument("--live", choices=["equal", "unequal"], help="real processes with timed compute")
+    parser.add_argument("--steps", type=int, default=6, help="steps that each live figure is measured over")
     options = parser.parse_args()
+    if not options.trace and not options.live:
+        parser.error("--trace, --live equal or --live unequal")
     if options.trace:
         trace(options.seeds)
+    if options.live:
+        (live_equal if options.live == "equal" else live_unequal)(options.steps)
     return 0
 
 

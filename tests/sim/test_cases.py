@@ -252,7 +252,7 @@ def test_case_11_one_peer_sends_bad_state(value, caplog):
     caplog.set_level(logging.INFO)
 
     async def main():
-        simulation = Simulation(small_config(total_steps=12), seed=62)
+        simulation = Simulation(small_config(total_steps=12), seed=63)
         await simulation.start(peers_per_stage=2, trainers=1)
         await committed(simulation, 1)
         bad = simulation.nodes["stage1.0"]

@@ -31,7 +31,7 @@ from dataplane_peers import CLIENTS
 from process_cpu import busy_machine_s, cpu_of_tree
 from report import machine, publish
 
-from swarm.wire.compression import _blockwise
+from swarm.wire.compression import bitsandbytes_functional
 from swarm.wire.messages import BLOCK_SIZE
 
 MIB = 2**20
@@ -74,7 +74,7 @@ def measure(system: str, port: int, kind: str, size: int, in_flight: int, second
 def quantiser(size: int, seconds: float) -> dict[str, float]:
     """MB/s of fp32 that one thread quantises, and restores."""
     tensor = torch.randn(size // 4)
-    blockwise = _blockwise()
+    blockwise = bitsandbytes_functional()
     codes, state = blockwise.quantize_blockwise(tensor, blocksize=BLOCK_SIZE)
     absmax = state.absmax
 

@@ -94,8 +94,8 @@ def _run_file(directory: Path, num_stages: int, steps: int) -> Path:
     return path
 
 
-def _alone(directory: Path, limit: int, name: str, *argv: object) -> tuple[int, Process]:
-    """One peer that is to serve the whole model: its exit code."""
+def _alone(directory: Path, limit: int, name: str, *argv: object) -> tuple[Process, str, str]:
+    """One peer that is to serve the whole model: what became of it or of its trainer, and the last words."""
     run = _run_file(directory, 1, 1)
     backbone = Process(directory, f"{name}-backbone", "backbone", "--run", run, "--log-format", "json")
     try:
@@ -104,7 +104,14 @@ def _alone(directory: Path, limit: int, name: str, *argv: object) -> tuple[int, 
                        "--state-dir", directory / name, *argv, limit_bytes=limit)  # fmt: skip
         trainer = Process(directory, f"{name}-trainer", "trainer", "--join", address)
         try:
-            return peer.wait(240), peer
+            deadline = time.monotonic() + 240
+            while time.monotonic() < deadline:
+                for ended in (peer, trainer):
+                    if ended.process.poll() is not None:
+                        what = "stage peer" if ended is peer else "trainer"
+                        return peer, f"{what} exited with {ended.process.returncode}", ended.last_line[:700]
+                time.sleep(0.2)
+            raise SystemExit(f"neither refused nor failed: {peer.log.read_text()[-800:]}")
         finally:
             peer.stop()
             trainer.stop()
@@ -157,13 +164,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         for name, argv in (("alone", []), ("alone, told that it has 64 GiB", ["--memory-limit", "64GiB"])):
-            code, peer = _alone(directory, limit, name.split(",")[0] + str(len(argv)), *argv)
-            details[name] = {"exit code": code, "last line": peer.last_line[:600]}
-            rows.append(_row(name, peer, f"exit code {code}"))
+            peer, end, words = _alone(directory, limit, f"alone-{len(argv)}", *argv)
+            details[name] = {"end": end, "last line": words}
+            rows.append(_row(name, peer, end))
         peers, steps = _together(directory, limit, options.steps)
         rows += [_row(f"stage {k} of {NUM_STAGES}", peer, f"{len(steps)} steps") for k, peer in enumerate(peers)]
     for name, what in details.items():
-        print(f"{name}: exit code {what['exit code']}: {what['last line']}")
+        print(f"{name}: {what['end']}: {what['last line']}")
     facts = {**machine(), "model": MODEL, "RLIMIT_DATA of each stage process (MB)": options.limit_mb,
              "loss by step": [round(step["loss"], 4) for step in steps]}  # fmt: skip
     publish("memory_limit", facts=facts, tables={"peers": rows}, details=details, draw=_draw(rows, limit))

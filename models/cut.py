@@ -138,7 +138,8 @@ class CausalLMStage(torch.nn.Module):
         return self._run(self._crossing(inputs))[0]
 
     def _crossing(self, inputs: Tensors) -> Crossing:
-        dtype = next(self.parameters()).dtype  # of this call: `functional_call` swaps parameters
+        # Of this call: `functional_call` swaps parameters. Quantised ones are whole numbers.
+        dtype = next(p.dtype for p in self.parameters() if p.is_floating_point())
         return Crossing(inputs, dtype, self._anatomy)
 
     def _run(self, current: Crossing) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import torch
 
 from models.initial import uniform
 from models.pretrained import PretrainedFactory
+from models.quantized import Bits, QuantizedLinear
 from models.shards import Source
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
+from swarm.wire.compression import bitsandbytes_functional
 
 ADAPTER = "default"
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+_CODES, _SCALES = ".codes", ".scales"
 #: What peft puts between a layer's name and that of the weight it had before.
 _BASE = ".base_layer."
 #: What peft puts before the names of the whole model, in an adapter's file.
@@ -74,20 +77,26 @@ class LoraFactory:
                 self._peft.inject_adapter_in_model(self._peft_config(targets), module, ADAPTER, low_cpu_mem_usage=True)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.endswith((_A, _B)))
+        if self._lora.bits is not None:
+            _quantize(module, self._lora.bits)
         return module
 
     def load(self, stage: int, into: Mapping[str, torch.Tensor]) -> None:
-        base = {}
+        base: dict[str, torch.Tensor] = {}
+        weights: dict[str, Callable[[torch.Tensor], None]] = {}
         for name, target in into.items():
             if name.endswith(_A):
                 bound = target.shape[1] ** -0.5
                 target.copy_(uniform(self._run.seed, name, tuple(target.shape), -bound, bound, 0))
             elif name.endswith(_B):
                 target.zero_()
-            else:
+            elif name.endswith(_CODES):
+                scales = into[name.removesuffix(_CODES) + _SCALES]
+                weights[name.replace(_BASE, ".").removesuffix(_CODES) + ".weight"] = _encoding(self._lora.bits, target, scales)
+            elif not name.endswith(_SCALES):
                 base[name.replace(_BASE, ".")] = target
-        if base:
-            self.base.load(stage, base)
+        if base or weights:
+            self.base.load(stage, base, weights, device=next(iter(into.values())).device)
 
     def build(self, stage: int) -> torch.nn.Module:
         """The module of `stage` on the CPU, in fp64 if the run's precision is that, else in fp32."""
@@ -132,6 +141,27 @@ class LoraFactory:
             raise StorageError(f"cannot write the adapter to {path}: {error}") from error
 
 
+def _quantize(module: torch.nn.Module, bits: Bits) -> None:
+    """Linear layers inside the numbered ones, but not the adapters', keep their weights in `bits`."""
+    for name in _linear_layers(module):
+        parent, _, attribute = name.rpartition(".")
+        linear = module.get_submodule(name)
+        if ".lora_" not in name and isinstance(linear, torch.nn.Linear):
+            setattr(module.get_submodule(parent), attribute, QuantizedLinear(linear, bits))
+
+
+def _encoding(bits: Bits | None, codes: torch.Tensor, scales: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Takes a weight and puts it, encoded, where it belongs."""
+    assert bits is not None
+
+    def take(weight: torch.Tensor) -> None:
+        found = QuantizedLinear.encode(weight, bits)
+        codes.copy_(found[0])
+        scales.copy_(found[1])
+
+    return take
+
+
 def _linear_layers(module: torch.nn.Module) -> list[str]:
     """Full names of the linear layers inside the numbered ones."""
     return [
@@ -141,6 +171,7 @@ def _linear_layers(module: torch.nn.Module) -> list[str]:
 
 
 def _import_peft() -> Any:
+    bitsandbytes_functional()  # peft imports bitsandbytes too, and not in silence
     try:
         import peft
     except ImportError:

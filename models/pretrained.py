@@ -81,29 +81,40 @@ class PretrainedFactory:
     ) -> torch.nn.Module:
         """An outline with memory, and with the values that `load` gives."""
         dtype = torch.float64 if self._run.precision == "fp64" else torch.float32
-        replace_parameters(module, lambda _, parameter: torch.empty(parameter.shape, dtype=dtype))
+        replace_parameters(
+            module, lambda _, p: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype)
+        )
         load(stage, {name: parameter.data for name, parameter in module.named_parameters()})
         return module
 
-    def load(self, stage: int, into: Mapping[str, torch.Tensor]) -> None:
+    def load(
+        self, stage: int, into: Mapping[str, torch.Tensor],
+        take: Mapping[str, Callable[[torch.Tensor], None]] | None = None, *, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        """As a `StreamingFactory` does. Parameters that `take` names are given to it instead, one at a time on `device`."""
         assert self._shards is not None, "this machine has no files"
         shards = self._shards
         targets = {self._file_name(name): target for name, target in into.items()}
-        blocks = {block_of(name) for name in targets}
+        takers = {self._file_name(name): taker for name, taker in (take or {}).items()}
+        blocks = {block_of(name) for name in (*targets, *takers)}
         names = [name for name in sorted(shards.names) if block_of(name) in blocks]
         by_file = sorted({shards.file_of(name) for name in names} & self._run.weights.keys())
         self._verify({file: shards.digest_of_file(file) for file in by_file})
         if by_file:
-            names = sorted(targets)
+            names = sorted({*targets, *takers})
         entries = {name: shards.entry(name) for name in names}
-        for name, target in targets.items():
+        for name, wanted in targets.items():
             entry = entries[name]
-            if entry.shape != tuple(target.shape):
-                raise ConfigError(f"{entry.path}: {name} has shape {entry.shape}, the model {tuple(target.shape)}")
+            if entry.shape != tuple(wanted.shape):
+                raise ConfigError(f"{entry.path}: {name} has shape {entry.shape}, the model {tuple(wanted.shape)}")
         leaves: dict[str, tuple[Entry, bytes]] = {}
         for name, entry in entries.items():
             digest = hashlib.sha256()
-            shards.read(entry, _Copy(entry, targets.get(name)), digest)
+            taker = takers.get(name)
+            target = targets.get(name) if taker is None else torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device=device)
+            shards.read(entry, _Copy(entry, target), digest)
+            if taker is not None and target is not None:
+                taker(target)
             leaves[name] = (entry, digest.digest())
         if not by_file:
             self._verify(block_digests(leaves))

@@ -53,7 +53,13 @@ class Lora(BaseModel):
     r: int = Field(8, ge=1, le=4096, description="rank")
     alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied with alpha / r")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
+    bits: Literal[4, 8] | None = Field(None, description="keep the frozen linear layers in so many bits (4 needs a GPU)")
     targets: tuple[str, ...] = Field((), description="last parts of layers' names; all linear ones but the head if empty")
+
+    @field_validator("bits", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.isdigit() else value
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -80,7 +86,7 @@ class RunConfig(BaseModel):
         (), description="parameters that are not trained, as patterns such as model.embed_tokens.* or model.layers.[0-3].*"
     )
     lora: Lora | None = Field(
-        None, description="train adapters only: r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj; each may be left out"
+        None, description="train adapters only: r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj,bits=8; each may be left out"
     )
     num_stages: int = Field(3, ge=1, le=1024, description="spans of layers the model is cut into")
     sequence_length: int = Field(64, ge=1, description="tokens per sample")

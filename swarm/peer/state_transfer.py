@@ -35,7 +35,7 @@ PIN_STALLS = 2.0
 
 _DTYPES = {
     "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8, "int8": torch.int8,
+    "uint8": torch.uint8, "int32": torch.int32,
 }  # fmt: skip
 #: Entries of parameters that are not trained: never changed, and only asked for by a peer that has no files.
 _FROZEN = "frozen/"

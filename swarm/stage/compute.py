@@ -146,7 +146,8 @@ class StageCompute:
 
         def place(name: str, parameter: torch.Tensor) -> torch.Tensor | None:
             if not parameter.requires_grad:
-                placed[name] = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+                dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
+                placed[name] = torch.empty(parameter.shape, dtype=dtype, device=self.device)
             return placed.get(name)
 
         replace_parameters(module, place)

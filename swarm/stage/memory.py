@@ -48,7 +48,8 @@ def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints:
         on_cpu: a GPU's checkpoints pass through main memory, which is not counted then.
     """
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in module.parameters() if not p.requires_grad)
+    untrained = [p for p in module.parameters() if not p.requires_grad]
+    frozen = sum(p.numel() for p in untrained)
     master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
     size, versions = trained * master.itemsize, 1 + config.delay_steps
     copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
@@ -58,7 +59,7 @@ def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints:
         ("both once more while a step is applied", 3 * size),
         ("gradient sums and averages", (versions + KEPT_AVERAGES) * size),
         (f"{config.precision} copies", copies),
-        ("frozen parameters", frozen * compute.itemsize),
+        ("frozen parameters", sum(p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in untrained)),
         ("writing a checkpoint", 2 * size if writes_checkpoints and on_cpu else 0),
     ))  # fmt: skip
 

@@ -152,7 +152,7 @@ def _quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, then scales, as uint8 [n + 4 * num_blocks]; and the scales."""
     # fp64 would allocate 256 times its size, and 16-bit kernels differ between devices: fp32 always.
     values = flat.float().contiguous()
-    codes, state = _blockwise().quantize_blockwise(values, blocksize=BLOCK_SIZE)
+    codes, state = bitsandbytes_functional().quantize_blockwise(values, blocksize=BLOCK_SIZE)
     # The CPU kernel of bitsandbytes 0.50 turns 0 into +2.1e-5 of the block's scale, a bias where a gradient is masked.
     if not codes.is_cuda and not values.numpy().all():  # numpy looks for zeros several times as fast as torch
         codes.masked_fill_(values == 0, _ZERO_CODE)
@@ -162,11 +162,11 @@ def _quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _dequantize(coded: torch.Tensor, num_elements: int) -> torch.Tensor:
     scales = coded[num_elements:].clone().view(torch.float32)  # the copy is aligned
-    return _blockwise().dequantize_blockwise(coded[:num_elements], absmax=scales, blocksize=BLOCK_SIZE)
+    return bitsandbytes_functional().dequantize_blockwise(coded[:num_elements], absmax=scales, blocksize=BLOCK_SIZE)
 
 
 @cache
-def _blockwise() -> Any:
+def bitsandbytes_functional() -> Any:
     """`bitsandbytes.functional`, imported at first use and in silence.
 
     On some processors its import looks for a package named `kernels`, which fetches code from a hub when it is

@@ -191,6 +191,44 @@ def test_dropout_does_not_depend_on_the_cut(saved: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+def test_a_base_in_8_bits_computes_nearly_the_same_and_takes_a_quarter(saved: Path) -> None:
+    losses, gradients, sizes = [], [], []
+    for lora in ("r=4", "r=4,bits=8"):
+        run, factory = make(saved, lora)
+        pipeline = Pipeline(run, factory)
+        loss, found = pipeline.train()
+        again, recomputed = Pipeline(run, factory, recompute=True).train()
+        assert again == loss
+        assert all(torch.equal(found[name], recomputed[name]) for name in found)
+        losses.append(loss)
+        gradients.append(torch.cat([found[name].reshape(-1) for name in sorted(found)]))
+        layers = {n: t for c in pipeline.computes for n, t in c.frozen.items() if "proj" in n}
+        sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in layers.values()))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0]
+    assert torch.nn.functional.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.98
+    assert sizes[1] < 0.27 * sizes[0]
+
+
+def test_the_decoded_weight_is_that_of_the_files_up_to_the_code(saved: Path) -> None:
+    from models.quantized import QuantizedLinear
+
+    run, factory = make(saved, "r=4,bits=8")
+    compute = StageCompute(factory, 1, precision=run.precision, seed=run.seed)
+    weights = {name: p for name, p in AutoModelForCausalLM.from_pretrained(saved).named_parameters()}
+    layers = {n: m for n, m in compute._module.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == 2 * 7
+    for name, layer in layers.items():
+        expected = weights[name.replace(".base_layer", "") + ".weight"].detach()
+        assert (layer.decoded(torch.float32) - expected).norm() / expected.norm() < 0.02
+
+
+def test_4_bits_need_a_gpu(saved: Path) -> None:
+    _, factory = make(saved, "r=4,bits=4")
+    with pytest.raises(ConfigError, match=r"lora.bits 4: needs a CUDA device; use bits=8 on a CPU"):
+        StageCompute(factory, 0, precision="fp32", seed=0)
+
+
 def test_the_base_is_frozen_in_the_precision_of_the_computation(saved: Path) -> None:
     _, factory = make(saved, precision="bf16")
     compute = StageCompute(factory, 1, precision="bf16", seed=0)

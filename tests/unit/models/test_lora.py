@@ -49,9 +49,12 @@ def batch() -> tuple[Tensors, Tensors]:
 class Pipeline:
     """All stages of a run, with adapters that are no longer at their first values (where they do nothing)."""
 
-    def __init__(self, run: RunConfig, factory: LoraFactory, *, recompute: bool = False) -> None:
+    def __init__(self, run: RunConfig, factory: LoraFactory, *, recompute: bool = False, device: str = "cpu") -> None:
         self.recompute = recompute
-        self.computes = [StageCompute(factory, k, precision=run.precision, seed=run.seed) for k in range(run.num_stages)]
+        self.device = device
+        self.computes = [
+            StageCompute(factory, k, precision=run.precision, seed=run.seed, device=device) for k in range(run.num_stages)
+        ]
         self.versions = [self._version(run, compute) for compute in self.computes]
 
     def _version(self, run: RunConfig, compute: StageCompute) -> Version:
@@ -67,7 +70,7 @@ class Pipeline:
         return {name: value for version in self.versions for name, value in version.parameters.items()}
 
     def train(self, ticket: Ticket = Ticket(0, 0)) -> tuple[float, Tensors]:
-        boundary, labels = batch()
+        boundary, labels = ({name: tensor.to(self.device) for name, tensor in part.items()} for part in batch())
         activations = []
         for compute, version in zip(self.computes, self.versions, strict=True):
             activation = compute.forward(
@@ -266,3 +269,21 @@ def test_a_layer_that_the_model_does_not_have_is_named(saved: Path) -> None:
 def test_adapters_need_weights() -> None:
     with pytest.raises(ConfigError, match=r"lora: adapters need a model with weights .*, not llama-tiny"):
         factory_of(RunConfig(lora="r=2"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("bits", "similarity"), [(8, 0.98), (4, 0.85)])
+def test_on_a_gpu_a_quantised_base_computes_nearly_the_same(bits: int, similarity: float, saved: Path) -> None:
+    found = {}
+    for lora in ("r=4", f"r=4,bits={bits}"):
+        run, factory = make(saved, lora)
+        pipeline = Pipeline(run, factory, device="cuda:0")
+        loss, gradients = pipeline.train()
+        again, recomputed = Pipeline(run, factory, recompute=True, device="cuda:0").train()
+        assert again == pytest.approx(loss, rel=1e-6)
+        assert gradients.keys() == recomputed.keys()
+        found[lora] = loss, torch.cat([gradients[name].reshape(-1) for name in sorted(gradients)])
+    (loss, plain), (coded_loss, coded) = found.values()
+    assert coded_loss == pytest.approx(loss, rel=0.1)
+    assert coded_loss != loss
+    assert torch.nn.functional.cosine_similarity(plain, coded, dim=0) > similarity

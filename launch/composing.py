@@ -19,6 +19,7 @@ from launch.run_files import DataPaths, build_config, create_run, read_run_file,
 from launch.state_directory import claim_directory
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Address, new_incarnation
+from swarm.net.contact_file import ContactFile
 from swarm.net.http import HttpTransport
 from swarm.net.identity import Identity
 from swarm.net.kademlia_dht import KademliaDht
@@ -53,7 +54,9 @@ async def find_run(options: Namespace, transport: HttpTransport) -> KnownRun:
         ConfigError: the file or its data is unusable; or nobody answers.
     """
     if options.join is not None:
-        info = await fetch_run(transport, options.join, deadline_s=options.join_timeout)
+        again = getattr(options, "again", None)
+        known = ContactFile(options.state_dir / CONTACTS_FILE).load() if again and options.state_dir is not None else []
+        info = await fetch_run(transport, [options.join, *known], run=again, deadline_s=options.join_timeout)
         contacts = [Address(host, port) for host, port in info.contacts]
         bootstrap = tuple(dict.fromkeys([options.join, *contacts]))
         run = KnownRun(config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host)
@@ -130,14 +133,18 @@ def _reachable_host(host: str, seen_host: str) -> str:
 
 
 def announce(
-    program: str, argv: Sequence[str], context: PeerContext, what: str, announcer: Announcer, reports: Reports
-) -> None:
-    """Tell everyone who waits that this peer is up: the process list, the terminal, the parent."""
+    program: str, argv: Sequence[str], context: PeerContext, what: str, announcer: Announcer, reports: Reports,
+    *, fixed: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Tell everyone who waits that this peer is up: the process list, the terminal, the parent.
+
+    `fixed` are options as they were chosen, for a parent that starts this program again.
+    """
     port = context.transport.address.port
     retitle(program, argv, port)
     where = Address(context.advertise_host, port)
     announcer.say(f"serving {what} of run {context.run[:12]} at {where}", run=context.run, address=str(where))
-    reports.send("serving", what=what, run=context.run, host=where.host, port=port)
+    reports.send("serving", what=what, run=context.run, host=where.host, port=port, fixed=list(fixed))
 
 
 def retitle(program: str, argv: Sequence[str], port: int) -> None:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ from swarm.feed.dotted import is_dotted
 if TYPE_CHECKING:
     from swarm.net.transport import Transport
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 #: The run's verbatim configuration, in its state directory.
@@ -105,8 +106,11 @@ class LocalSwarm:
         grace_s = GRACE_STOPPED_S
         try:
             await self._heavy.start()
-            await self._start_backbone()
-            await self._start_peers()
+            # What stages and trainers would refuse is told before anything is announced.
+            num_devices, address = await _together(self._check(), self._start_backbone())
+            self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}",
+                             address=str(address))
+            await self._start_peers(num_devices)
             await self._until_trainers_are_done()
             grace_s = GRACE_DONE_S
         finally:
@@ -117,7 +121,19 @@ class LocalSwarm:
 
     # -------------------------------------------------------------------------------------------- start
 
-    async def _start_backbone(self) -> None:
+    async def _check(self) -> int:
+        """The number of CUDA devices, once the model is known to fit the configuration.
+
+        Raises:
+            ConfigError: it does not, or `--device` names a device that is not there.
+        """
+        num_devices = await self._heavy.ready()
+        device = self._plan.device
+        if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= num_devices:
+            raise ConfigError(f"--device {device}: this machine has {num_devices} CUDA devices that torch can use")
+        return num_devices
+
+    async def _start_backbone(self) -> Address:
         await self._light.start()
         plan = self._plan
         described = await _in_daemon_thread(lambda: create_run(self._config, plan.paths))
@@ -134,12 +150,10 @@ class LocalSwarm:
         ])
         address = await self._first_of_serving("backbone")
         self._backbone = Address(_LOOPBACK.get(plan.host, address.host), address.port)
-        self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}",
-                         address=str(address))
+        return address
 
-    async def _start_peers(self) -> None:
+    async def _start_peers(self, num_devices: int) -> None:
         plan, num_stages = self._plan, self._config.num_stages
-        num_devices = await self._heavy.ready()
         num_peers = num_stages * plan.peers_per_stage
         threads = plan.threads or max(1, num_cores() // num_peers)
         memory = plan.memory_limit or int(available_memory() * DEFAULT_MEMORY_PART / num_peers)
@@ -236,6 +250,8 @@ class LocalSwarm:
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
             self._step = self._picture.step = report
             self._view.step(report)
+        elif event == "waiting" and name == "trainer-0":
+            self._view.event(f"waiting for {report['reason']}", **report)
         elif event == "evaluation" and (self._evaluation is None or report["step"] > self._evaluation[0]):
             self._evaluation = self._picture.evaluation = (report["step"], report["loss"])
             if self._best is None or report["loss"] < self._best[1]:
@@ -316,6 +332,18 @@ class LocalSwarm:
         elif is_done:
             lines.append((f"no complete checkpoint was written; see {self._plan.log_dir}", {}))
         return lines
+
+
+async def _together(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
+    """Both at once; the first failure ends the other and is raised."""
+    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

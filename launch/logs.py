@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -56,4 +57,6 @@ class Announcer:
     def line(self, text: str, **values: Any) -> None:
         """Print `text` alone; as JSON it is joined by `values`."""
         if not self._quiet:
-            print(json.dumps({"program": self._program, "message": text, **values}) if self._json else text, flush=True)
+            # A log on a full disk, or a reader that has gone, is no reason to stop.
+            with contextlib.suppress(OSError):
+                print(json.dumps({"program": self._program, "message": text, **values}) if self._json else text, flush=True)

@@ -1,12 +1,22 @@
-"""The metrics file: one JSON line per committed step, appended as it commits. Knows no peer."""
+"""The metrics file: one JSON line per committed step, appended as it commits. Knows no peer.
+
+A step stands in it once for each run: when a run that was set back, or started again, commits a step anew, the lines of
+what it left behind are taken off the end of the file.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from swarm.base.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
@@ -17,15 +27,81 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path | None) -> None:
+        #: Of the lines at the file's end that belong to one run: where each begins, by step, with its head.
+        self._lines: dict[int, tuple[int, str]] = {}
+        self._run: str | None = None
+        self._path = path
+        self._is_failing = False
         try:
-            self._file = path.open("a", buffering=1) if path is not None else None
+            # A pipe or a terminal cannot be read back: there every line is written.
+            self._is_kept = path is not None and (path.is_file() or not path.exists())
+            self._file = path.open("a+b" if self._is_kept else "wb", buffering=0) if path is not None else None
+            if self._is_kept:
+                self._read()
         except OSError as error:
             raise ConfigError(f"--metrics {path}: {error.strerror}") from None
 
-    def append(self, line: dict[str, Any]) -> None:
-        """Write one line, whole."""
-        if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+    def _read(self) -> None:
+        assert self._file is not None
+        self._file.seek(0)
+        offset = 0
+        for text in self._file.readlines():
+            if not text.endswith(b"\n"):  # its writer was killed halfway
+                self._file.truncate(offset)
+                break
+            try:
+                line = json.loads(text)
+                self._note(line["run"], line["step"], offset, line["head"])
+            except (ValueError, KeyError, TypeError):
+                self._lines.clear()
+                self._run = None
+            offset += len(text)
+
+    def _note(self, run: str, step: int, offset: int, head: str) -> None:
+        if run != self._run:
+            self._lines.clear()
+            self._run = run
+        self._lines[step] = (offset, head)
+
+    def append(self, line: dict[str, Any]) -> bool:
+        """Write one line, whole; a disk that refuses is told once, and costs the line. False if it stands there already."""
+        if self._file is None:
+            return True
+        run, step, head = line["run"], line["step"], line["head"]
+        if run == self._run and self._lines.get(step, (0, ""))[1] == head:
+            return False
+        try:
+            self._forget_from(run, step)
+            offset = self._file.seek(0, os.SEEK_END) if self._is_kept else 0
+            self._write(offset, json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            if not self._is_failing:
+                logger.error("--metrics %s: %s; training goes on, its steps are not written there", self._path, error.strerror)
+            self._is_failing = True
+            return True
+        self._is_failing = False
+        if self._is_kept:
+            self._note(run, step, offset, head)
+        return True
+
+    def _forget_from(self, run: str, step: int) -> None:
+        """`step` is committed anew: what stands there of it and of later ones did not last."""
+        assert self._file is not None
+        left = [known for known in self._lines if known >= step] if run == self._run else []
+        if left:
+            self._file.truncate(min(self._lines[known][0] for known in left))
+            for known in left:
+                del self._lines[known]
+
+    def _write(self, offset: int, content: bytes) -> None:
+        assert self._file is not None
+        try:
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(offset)
+            raise
 
     def close(self) -> None:
         if self._file is not None:

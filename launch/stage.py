@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
-from argparse import ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.arguments import (
     LaunchParser,
@@ -19,8 +21,9 @@ from launch.arguments import (
     positive_int,
     size_bytes,
 )
+from launch.lifeline import die_with_parent
 from launch.logs import Announcer
-from launch.reports import NO_REPORTS, Reports
+from launch.reports import NO_REPORTS, PipeReports, Reports
 from launch.runner import main_of, run_peer
 from swarm.base.errors import ConfigError
 
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
     from swarm.stage.module import StageFactory
 
 PROGRAM = "launch_stage"
+#: Marks the process that works, and gives it a pipe to its supervisor.
+WORKER_OPTION = "--worker-of"
+#: The run that a worker which is started again served before: it may find it through anyone it knew.
+AGAIN_OPTION = "--again"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -52,6 +59,10 @@ def parse(argv: Sequence[str]) -> Namespace:
                        help="a model of the user's own that this machine may import if the joined run names it")
     add_model_option(group)
     add_network_options(parser)
+    group.add_argument("--no-restart", action="store_true",
+                       help="end with the worker process if it crashes (default: start it again)")
+    group.add_argument(WORKER_OPTION, metavar="FD", type=int, default=None, help=SUPPRESS)
+    group.add_argument(AGAIN_OPTION, metavar="RUN", default=None, help=SUPPRESS)
     add_logging_options(parser)
     return parser.parse(argv)
 
@@ -61,6 +72,25 @@ def _stage(text: str) -> int | None:
         return auto_or_count(text)
     except ArgumentTypeError:
         raise ArgumentTypeError(f"{text!r} is neither auto nor the number of a stage") from None
+
+
+def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
+    """By hand it is two processes: one that works, and one that starts it again when it crashes."""
+    if options.no_restart:
+        return serve(options, argv, reports)
+    if options.worker_of is None:
+        from launch.supervisor import Supervisor
+
+        def command(fd: int, served: dict[str, Any] | None) -> list[str]:
+            words = [sys.executable, "-m", "launch.stage", *argv, WORKER_OPTION, str(fd)]
+            if served is not None:
+                words += ["--port", str(served["port"]), AGAIN_OPTION, served["run"], *served["fixed"]]
+            return words
+
+        return Supervisor(command).run()
+    die_with_parent(os.getppid())
+    words = argv[: argv.index(WORKER_OPTION)]
+    return serve(options, words, PipeReports(PROGRAM, options.worker_of))
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
@@ -78,10 +108,13 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         def moved() -> None:
             retitle(PROGRAM, _with_stage(argv, peer.stage), context.transport.address.port)
             announcer.say(f"moved to stage {peer.stage}", stage=peer.stage)
-            reports.send("moved", stage=peer.stage)
+            reports.send("moved", stage=peer.stage, fixed=["--stage", str(peer.stage)])
 
         peer.on_move.append(moved)
-        return peer, lambda: announce(PROGRAM, _with_stage(argv, stage), context, f"stage {stage}", announcer, reports)
+        fixed = ["--stage", str(stage)]
+        return peer, lambda: announce(
+            PROGRAM, _with_stage(argv, stage), context, f"stage {stage}", announcer, reports, fixed=fixed
+        )
 
     return run_peer(build, serves_until_stopped=True)
 
@@ -149,6 +182,7 @@ def _prepare(
             factory=factory,
             executor=compute_thread(device),
             background=ThreadExecutor("background"),
+            storage=ThreadExecutor("storage"),
             device=device,
             state_dir=options.state_dir,
             memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, limit, what, device, options.state_dir),
@@ -180,7 +214,8 @@ def _in_flight_bytes(
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
-    return main_of(PROGRAM, parse, serve, argv, reports)
+    """Called with `argv` it serves in this very process; from a command line it is supervised."""
+    return main_of(PROGRAM, parse, serve if argv is not None else supervise, argv, reports)
 
 
 if __name__ == "__main__":

@@ -64,18 +64,22 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
         def on_step(report: StepReport) -> None:
             line = report.json_line()
-            metrics.append(line)
-            announcer.line(step_text(line, total_steps), **line)
-            reports.send("step", **line)
+            if metrics.append(line):  # what a run goes on from was told in its life before
+                announcer.line(step_text(line, total_steps), **line)
+                reports.send("step", **line)
 
         def on_evaluation(evaluation: Evaluation) -> None:
             values = dataclasses.asdict(evaluation)
             announcer.line(f"evaluation at step {evaluation.step}: loss {evaluation.loss:.4f}", **values)
             reports.send("evaluation", step=evaluation.step, loss=evaluation.loss)
 
+        def on_waiting(reason: str) -> None:
+            announcer.line(f"waiting for {reason}", waiting_for=reason)
+            reports.send("waiting", reason=reason[:500])
+
         feed = open_feed(context.config, paths.data, paths.eval_data, paths.tokenizer)
         trainer = Trainer(context, feed=feed, num_steps=options.steps, in_flight=options.in_flight, on_step=on_step,
-                          on_evaluation=on_evaluation)
+                          on_evaluation=on_evaluation, on_waiting=on_waiting)
         return trainer, lambda: announce(PROGRAM, argv, context, "data", announcer, reports)
 
     try:

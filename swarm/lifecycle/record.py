@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
 from swarm.base.ids import Ballot, Head, RunId
+from swarm.lifecycle.order import is_stopped
 from swarm.wire.messages import CommitRecord, Member, Move, StageResult
 
 Members = tuple[tuple[Member, ...], ...]
@@ -41,6 +42,20 @@ def genesis_record(config: RunConfig, run: RunId, ballot: Ballot, members: Membe
 def restoring_record(record: CommitRecord, *, era: int, ballot: Ballot, members: Members) -> CommitRecord:
     """Sets the run back to `record.head`: the same version, in the next era, with those who hold it as members."""
     return record.model_copy(update={"era": era, "ballot": ballot, "members": members, "moves": ()})
+
+
+def is_checkpoint_due(config: RunConfig, record: CommitRecord) -> bool:
+    """The state which `record` made is to be written to disk."""
+    num_commits, every = record.step + 1, config.checkpoint_every
+    if num_commits == 0:
+        return False
+    regular = num_commits == config.total_steps or (every > 0 and num_commits % every == 0)
+    return regular or record.order.paused or is_stopped(record)
+
+
+def checkpoint_writers(config: RunConfig, record: CommitRecord, stage: int) -> tuple[Member, ...]:
+    """The members of `stage` that write it."""
+    return tuple(x for x in record.members[stage] if x.ready)[: config.checkpoint_copies]
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:

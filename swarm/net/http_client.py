@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 from swarm.base.errors import LinkBroken, RemoteProtocolError, Unreachable
@@ -20,6 +22,13 @@ from swarm.wire.messages import Heartbeat
 KEEPALIVE_S = 15.0
 #: The end of an answer whose frame is complete comes within this time, or its connection is dropped.
 _END_S = 1.0
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Why there is no connection, in the system's words rather than the event loop's."""
+    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
+    return str(getattr(error, "strerror", None) or error)
 
 
 class HttpClient:
@@ -98,7 +107,7 @@ class HttpClient:
         except TimeoutError:
             raise Unreachable(f"{what}: no connection within {self._connect_s:g} s") from None
         except (OSError, ValueError) as error:  # also a host or port that cannot be one
-            raise Unreachable(f"{what}: {getattr(error, 'strerror', None) or error}") from None
+            raise Unreachable(f"{what}: {_reason(error)}") from None
         connection.impatient(self._moving_s)
         return connection
 

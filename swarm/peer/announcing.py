@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 
-from swarm.base.errors import SwarmError
+from swarm.base.errors import StorageError, SwarmError
 from swarm.peer.context import coordinator_key
 from swarm.peer.link import Link
 from swarm.wire.messages import Member
 from swarm.wire.records import PeerRecord, sign_record
 
 logger = logging.getLogger(__name__)
+
+#: A peer that goes takes so long, in seconds, to withdraw its record, and leaves one with this life.
+WITHDRAW_S = 1.0
+WITHDRAWN_TTL_S = 1.0
 
 
 def member_of(record: PeerRecord) -> Member:
@@ -25,6 +32,29 @@ async def announce(link: Link, key: str, record: PeerRecord) -> None:
         await context.dht.publish(key, sign_record(context.identity.private_key, key, record))
     except (SwarmError, OSError) as error:
         logger.warning("could not announce under %s: %s", key[-24:], error)
+
+
+async def keep_announcing(link: Link, key: str, make: Callable[[], PeerRecord]) -> None:
+    """Renew this peer's record at a third of its life. A disk that refuses to reserve its number is told once."""
+    refused = False
+    while True:
+        try:
+            record = make()
+        except StorageError as error:
+            if not refused:
+                logger.error("%s; this peer works on, and is announced again when the disk takes it", error)
+            refused = True
+        else:
+            refused = False
+            await announce(link, key, record)
+        await asyncio.sleep(link.context.config.timing.record_ttl_s / 3)
+
+
+async def withdraw(link: Link, key: str, make: Callable[[], PeerRecord]) -> None:
+    """Replace this peer's record by one that is over soon: for a peer that goes."""
+    with contextlib.suppress(TimeoutError, StorageError):
+        async with asyncio.timeout(WITHDRAW_S):
+            await announce(link, key, make().model_copy(update={"ttl_s": WITHDRAWN_TTL_S}))
 
 
 async def find_coordinators(link: Link) -> list[Member]:

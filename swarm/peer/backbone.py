@@ -10,6 +10,9 @@ from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.wire import messages as m
 
+#: A coordinator that leaves takes so long, in seconds, to end the steps that are open.
+DRAIN_S = 8.0
+
 
 class Backbone:
     """Serves until stopped."""
@@ -58,6 +61,7 @@ class Backbone:
         await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
+        await self.seat.retire(asyncio.get_running_loop().time() + DRAIN_S)
         await self._tasks.close()
         await self.context.dht.close()
         await self.context.transport.close()

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from swarm.base.errors import StorageError
+from swarm.lifecycle.record import checkpoint_writers, is_checkpoint_due
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.stage_member import StageMember
@@ -30,16 +31,12 @@ class Checkpoints:
         link.register(m.Evaluated, self._on_evaluated)
 
     def _writes(self, record: m.CommitRecord) -> bool:
-        config, member = self._member.config, self._member
-        writers = [x.key for x in record.members[member.stage] if x.ready][: config.checkpoint_copies]
+        member = self._member
+        writers = [x.key for x in checkpoint_writers(member.config, record, member.stage)]
         return self._state_dir is not None and member.me.key in writers and member.versions.newest.head == record.head
 
     def _on_commit(self, record: m.CommitRecord) -> None:
-        config = self._member.config
-        due = record.step + 1 == config.total_steps or (
-            config.checkpoint_every > 0 and (record.step + 1) % config.checkpoint_every == 0
-        )
-        if record.step >= 0 and due and self._writes(record):
+        if is_checkpoint_due(self._member.config, record) and self._writes(record):
             state = self._member.versions.state()
             self._tasks.start(self._write(state, None), f"checkpoint of step {record.step + 1}")
 
@@ -72,7 +69,7 @@ class Checkpoints:
             return path
 
         try:
-            path = (await member.background.run(job, Priority.EVALUATION)).value
+            path = (await member.storage.run(job, Priority.EVALUATION)).value
         except StorageError as error:
             logger.error("%s; training goes on", error)
         else:

@@ -16,7 +16,9 @@ from typing import Any
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
+from swarm.lifecycle.order import changed
 from swarm.lifecycle.record import Members, decide
+from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
 from swarm.peer.lineage import Lineage, without_ready
 from swarm.peer.link import Link, Refuse, Tasks
@@ -69,9 +71,11 @@ class Coordinator:
         self._leads = StageLeads(self._reign, term_n, self.rebalancing.hear)
         self._lineage = Lineage(self._reign)
         self._joiners: dict[Key, _Joiner] = {}
-        self._leaving: set[Key] = set()
+        #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
+        self._leaving: dict[Key, int] = {}
         self._last_join = 0.0
         self._checked = 0.0
+        self._order = record.order if record is not None else m.Order()
         if record is not None:
             self._reign.take(record)
 
@@ -91,10 +95,41 @@ class Coordinator:
     def trainers(self) -> dict[Key, float]:
         return self.leasing.trainers
 
+    @property
+    def is_under_way(self) -> bool:
+        """The run has begun and has not ended."""
+        return self.record is not None and not self.leasing.finished
+
     async def demote(self, reason: str) -> None:
         """End the reign: whoever waits in it learns of it now."""
         self._reign.demote(reason)
         await self._reign.notify()
+
+    async def retire(self) -> None:
+        """End the steps that tickets were leased of, and then the reign: the next coordinator finds nothing under way."""
+        self.leasing.close()
+        await self._reign.notify()
+
+    async def on_operate(self, message: m.Operate, remote: str) -> m.Operated:
+        """An operator's word. Only who can run programs on this machine is one: the connection comes from here.
+
+        Raises:
+            Refuse: it comes from elsewhere.
+        """
+        here = self._reign.context.advertise_host
+        if remote != here and remote != "::1" and not remote.startswith("127."):
+            raise Refuse("not_member", f"the run is operated from the machine of its coordinator, {here}, not from {remote}")
+        num_commits = self.record.step + 1 if self.record is not None else 0
+        self._order, text = changed(self._order, message, num_commits)
+        logger.warning("operator: %s: %s", message.action, text)
+        self.leasing.paused = self._is_paused
+        await self._reign.notify()
+        return m.Operated(step=num_commits, text=text)
+
+    @property
+    def _is_paused(self) -> bool:
+        """The step in which an operator asked for a pause has committed."""
+        return self._order.paused and self.record is not None and self.record.order.paused
 
     async def on_join(self, message: m.Join) -> m.Ack:
         """A stage peer wants to be listed in the next record, or to leave."""
@@ -103,8 +138,9 @@ class Coordinator:
         member, now = message.member, self._reign.now
         if message.leaving:
             if self.record is not None and any(x.key == member.key for x in self.record.members[message.stage]):
-                self._leaving.add(member.key)
+                self._leaving.setdefault(member.key, self.record.step + 1 + self._config.delay_steps)
             self._joiners.pop(member.key, None)
+            self.leasing.lost(message.lost)
         else:
             if member.key not in self._joiners:
                 self._last_join = now
@@ -141,10 +177,16 @@ class Coordinator:
         if len(prepared) == self._config.num_stages:
             logger.info("step %d: deciding on the prepared attempts found", self._reign.newest.step + 1)
             await self._commit([prepared[stage] for stage in range(self._config.num_stages)], reopened=0)
+        self.leasing.paused = self._is_paused
         self.leasing.open_pools()
         await self._or_set_back(self._recover())
-        while self._reign.newest.step + 1 < self._config.total_steps:
-            await self._or_set_back(self._end_step(self._reign.newest.step + 1))
+        while (step := self._reign.newest.step + 1) < self._config.total_steps:
+            self.leasing.finished = self._order.stop_at is not None and step >= self._order.stop_at
+            if self.leasing.finished:
+                self._reign.waiting_for = f"an operator: the run was stopped after step {step}"
+                await self._reign.wait(self._timing.record_ttl_s)
+            else:
+                await self._or_set_back(self._end_step(step))
         self.leasing.finished = True
         self._reign.waiting_for = "nothing: the run is finished"
         await self._reign.notify()
@@ -156,25 +198,29 @@ class Coordinator:
     async def _begin(self) -> None:
         """Wait until every stage has enough peers and nobody new has come for a while, then write the first record."""
         config, reign = self._config, self._reign
+        ready_since: float | None = None
         while True:
             for key in [k for k, j in self._joiners.items() if reign.now - j.seen > self._timing.record_ttl_s]:
                 del self._joiners[key]
-            counts = [0] * config.num_stages
-            for joiner in self._joiners.values():
-                counts[joiner.stage] += 1
-            short = [k for k, count in enumerate(counts) if count < config.min_peers_per_stage]
+            peers = [[j.member for j in self._joiners.values() if j.stage == k] for k in range(config.num_stages)]
+            short = [k for k, xs in enumerate(peers) if len(xs) < config.min_peers_per_stage]
             quiet = reign.now - self._last_join
-            if not short and quiet >= self._timing.genesis_quiet_s:
-                peers = [[j.member for j in self._joiners.values() if j.stage == k] for k in range(config.num_stages)]
+            if short or quiet < self._timing.genesis_quiet_s:
+                reign.waiting_for = f"peers of stages {short}" if short else "more peers"
+                await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
+                continue
+            ready_since = reign.now if ready_since is None else ready_since
+            reason = await self._lineage.absent_holders(peers)
+            if not reason or reign.now - ready_since > self._timing.stage_lost_s:
                 record = await self._lineage.starting_record(peers, era=0)
                 bare = without_ready(record)
                 if not bare:
                     break
-                reign.waiting_for = f"a peer of stages {bare} that has the initial weights (--model) or a checkpoint"
-                await reign.wait(self._timing.request_s)
-                continue
-            reign.waiting_for = f"peers of stages {short}" if short else "more peers"
-            await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
+                reason = f"a peer of stages {bare} that has the initial weights (--model) or a checkpoint"
+            if reign.waiting_for != reason:
+                logger.warning("waiting for %s", reason)
+            reign.waiting_for = reason
+            await reign.wait(self._timing.request_s / 2)
         for key in [x.key for members in record.members for x in members]:
             self._joiners.pop(key, None)
         await self._publish(record, ())
@@ -182,10 +228,14 @@ class Coordinator:
     async def _recover(self) -> None:
         """After an election: ask the members what they hold of the open steps, so that nothing is computed twice."""
         if self.ballot.counter > 1:
-            for step, pool in self.leasing.pools.items():
-                gathered = await self._leads.gather_all(step, freeze=False)
-                for index in _covered_by_all([coverage_of(seals) for seals in gathered]):
-                    pool.done(index)
+            self.leasing.recovering = True
+            try:
+                for step, pool in self.leasing.pools.items():
+                    gathered = await self._leads.gather_all(step, freeze=False)
+                    for index in _covered_by_all([coverage_of(seals) for seals in gathered]):
+                        pool.done(index)
+            finally:
+                self.leasing.recovering = False
         await self._reign.notify()
 
     async def _or_set_back(self, work: Coroutine[Any, Any, None]) -> None:
@@ -195,9 +245,6 @@ class Coordinator:
         except StageLost as lost:
             logger.error("%s", lost)
             record = await self._lineage.set_back()
-            if record is None:
-                await self._reign.wait(self._timing.coordinator_s)
-                return
             self.leasing.pools.clear()
             self._reign.lost.clear()
             await self._publish(record, (x for xs in self._reign.newest.members for x in xs))
@@ -209,7 +256,7 @@ class Coordinator:
 
     async def _end_step(self, step: int) -> None:
         """From open tickets to the commit record: collect, seal, average, decide; any failure raises the attempt."""
-        reign, pool = self._reign, self.leasing.pools[step]
+        reign, pool = self._reign, self._pool(step)
         all_tickets = set(range(self._config.tickets_per_step))
         reopened = 0
         while True:
@@ -249,11 +296,21 @@ class Coordinator:
             )  # fmt: skip
             return
 
+    def _pool(self, step: int) -> TicketPool:
+        """
+        Raises:
+            Demoted: this coordinator leaves, and does not begin `step` any more.
+        """
+        pool = self.leasing.pools.get(step)
+        if pool is None:
+            raise Demoted(f"this peer leaves after step {step}")
+        return pool
+
     async def _collect_tickets(self, step: int) -> None:
         """Until every ticket of `step` was reported done; leases of silent trainers expire meanwhile."""
-        reign, leasing, pool = self._reign, self.leasing, self.leasing.pools[step]
-        while not pool.complete or leasing.evaluation_due is not None:
-            reign.waiting_for = f"tickets of step {step}"
+        reign, leasing = self._reign, self.leasing
+        while not (pool := self._pool(step)).complete or leasing.evaluation_due is not None:
+            reign.waiting_for = "an operator: the run is paused" if leasing.paused else f"tickets of step {step}"
             late = pool.expire(reign.now)
             if late:
                 logger.info("step %d: leases of tickets %s expired", step, late)
@@ -287,14 +344,15 @@ class Coordinator:
         members = self._next_members(results)
         moves: tuple[m.Move, ...] = ()
         if step + 1 < self._config.total_steps:
-            moves = self.rebalancing.decide(members, self._leaving)
+            moves = self.rebalancing.decide(members, set(self._leaving))
         moving = {move.member.key for move in moves}  # listed last, so that they lead no step from here on
         record = decide(
             self._config, self._reign.newest, results, ballot=self.ballot,
             members=tuple(tuple(sorted(xs, key=lambda x: x.key in moving)) for xs in members),
             learning_rate=learning_rate(self._config, step), reopened=reopened, moves=moves,
         )  # fmt: skip
-        self._leaving &= {x.key for xs in record.members for x in xs}
+        listed = {x.key for xs in record.members for x in xs}
+        self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
         self.leasing.commit_evaluates(step)
         await self._publish(record, self._leads.struck())
 
@@ -312,8 +370,10 @@ class Coordinator:
         listed = {x.key: x for x in self._reign.newest.members[stage]}
         moving = {x.member.key for x in self._reign.newest.moves if x.source == stage}
         holders = [listed[x.key] for x in result.holders if x.key in listed]
+        step = self._reign.newest.step + 1
+        gone = {key for key, last in self._leaving.items() if last <= step}
         staying: list[m.Member] = []
-        for going in (self._leaving | moving, self._leaving, set()):  # never empty a stage: who moves stays first
+        for going in (gone | moving, gone, set()):  # never empty a stage: who moves stays first
             if not any(x.ready for x in staying):
                 staying = [x for x in holders if x.key not in going]
         leader = self._leads.leader(stage)
@@ -342,10 +402,12 @@ class Coordinator:
         Invariant: the record is complete before anyone hears of it, and never changes afterwards.
         """
         reign = self._reign
+        record = record.model_copy(update={"order": self._order})
         previous = reign.record.members if reign.record is not None else ()
         extra = {x.key: x for xs in previous for x in xs} | {x.key: x for x in others}
         reign.take(record)
         self._leads.begin_step()
+        self.leasing.paused = self._is_paused
         self.leasing.open_pools()
         heard: set[int] = set()
         told = asyncio.Event()

@@ -6,7 +6,9 @@ No safety rests on it: a ticket leased twice is accumulated once, because claims
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
+from swarm.base.ids import Ticket
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.link import Refuse
 from swarm.peer.reign import Key, Reign
@@ -29,13 +31,27 @@ class Leasing:
         #: Some ticket was not accumulated by every stage: a leader may be gone.
         self.in_doubt = False
         self.finished = False
+        #: A new coordinator collects the ledgers of the open steps; claims that were granted meanwhile would be void.
+        self.recovering = False
+        #: An operator has the run wait: what is leased ends, nothing else is leased.
+        self.paused = False
+        #: The coordinator goes: no other step is begun.
+        self.closing = False
         self._evaluator: tuple[Key, float] | None = None
 
     def open_pools(self) -> None:
         """One pool for each step whose tickets may be computed on the newest record; others are closed."""
         config, commits = self._reign.config, self._reign.newest.step + 1
         steps = range(commits, min(commits + config.delay_steps + 1, config.total_steps))
-        self.pools = {s: self.pools.get(s) or TicketPool(s, config.tickets_per_step) for s in steps}
+        if self.closing:
+            self.pools = {s: pool for s, pool in self.pools.items() if s in steps}
+        else:
+            self.pools = {s: self.pools.get(s) or TicketPool(s, config.tickets_per_step) for s in steps}
+
+    def close(self) -> None:
+        """Begin no other step, and none of which nothing was leased yet."""
+        self.closing = True
+        self.pools = {s: pool for s, pool in self.pools.items() if pool.num_free < pool.num_tickets}
 
     def commit_evaluates(self, step: int) -> None:
         """Note whether an evaluation is due after `step`."""
@@ -43,6 +59,13 @@ class Leasing:
         last = step + 1 == config.total_steps
         if config.eval_samples > 0 and (last or (config.eval_every > 0 and (step + 1) % config.eval_every == 0)):
             self.evaluation_due = step
+
+    def lost(self, tickets: Iterable[Ticket]) -> None:
+        """The peer that held these has gone with them: they are leased again now, not after the next seal."""
+        for step, index in tickets:
+            if step in self.pools and index < self.pools[step].num_tickets:
+                self.pools[step].free([index])
+                self.in_doubt = True
 
     async def on_lease(self, message: m.Lease) -> m.Leased:
         """A trainer reports and asks; held open for a while if there is nothing to tell."""
@@ -104,7 +127,7 @@ class Leasing:
         if self.finished:
             return self._leased(message, finished=True)
         tickets: list[tuple[int, int]] = []
-        for step in sorted(self.pools):
+        for step in [] if self.recovering or self.paused else sorted(self.pools):
             want = message.want - len(tickets)
             if want > 0:
                 taken = self.pools[step].lease(trainer, want, now=now, lease_s=self._reign.timing.lease_s)

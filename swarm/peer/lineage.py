@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.lifecycle.record import genesis_record, restoring_record
+from swarm.lifecycle.record import checkpoint_writers, genesis_record, is_checkpoint_due, restoring_record
 from swarm.peer.link import RefusedBy, together
 from swarm.peer.reign import Demoted, Key, Reign
-from swarm.policy.restore import Holding, newest_complete
+from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,18 @@ logger = logging.getLogger(__name__)
 def without_ready(record: m.CommitRecord) -> list[int]:
     """Stages of which no member holds the record's head: the run cannot go on from it."""
     return [stage for stage, members in enumerate(record.members) if not any(x.ready for x in members)]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What peers could go on from."""
+
+    #: By head.
+    records: dict[str, m.CommitRecord]
+    #: For each stage, what each peer holds.
+    stages: list[dict[Key, list[Holding]]]
+    #: Those that cannot make the initial values.
+    uninitialised: set[Key]
 
 
 class Lineage:
@@ -38,27 +51,17 @@ class Lineage:
             peers: of each stage, all of whom become members; those that do not hold the head are not ready.
             era: the lowest that the record may have.
         """
-        run = self._reign.context.run
-        records: dict[str, m.CommitRecord] = {}
-        stages: list[dict[Key, list[Holding]]] = []
-        uninitialised: set[Key] = set()
-        for stage, candidates in enumerate(peers):
-            held = await together(*(self._holdings(stage, member) for member in candidates))
-            stages.append({})
-            for member, (found, initial) in zip(candidates, held, strict=True):
-                records |= {r.head: r for r in found}
-                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in found]
-                if not initial:
-                    uninitialised.add(member.key)
+        held = await self._held(peers)
+        stages = held.stages
         best, reason = newest_complete(stages)
         if best is None:
             members = tuple(
                 tuple(sorted(
-                    (x.model_copy(update={"ready": x.key not in uninitialised}) for x in xs), key=lambda x: not x.ready
+                    (x.model_copy(update={"ready": x.key not in held.uninitialised}) for x in xs), key=lambda x: not x.ready
                 ))
                 for xs in peers
             )  # fmt: skip
-            genesis = genesis_record(self._reign.config, run, self._reign.ballot, members)
+            genesis = genesis_record(self._reign.config, self._reign.context.run, self._reign.ballot, members)
             return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members)
         logger.info("going on from an earlier head: %s", reason)
         members = tuple(
@@ -69,8 +72,40 @@ class Lineage:
             for k, xs in enumerate(peers)
         )  # fmt: skip
         return restoring_record(
-            records[best.head], era=max(era, best.era + 1), ballot=self._reign.ballot, members=members
+            held.records[best.head], era=max(era, best.era + 1), ballot=self._reign.ballot, members=members
         )
+
+    async def _held(self, peers: list[list[m.Member]]) -> _Held:
+        records: dict[str, m.CommitRecord] = {}
+        stages: list[dict[Key, list[Holding]]] = []
+        uninitialised: set[Key] = set()
+        for stage, candidates in enumerate(peers):
+            answers = await together(*(self._holdings(stage, member) for member in candidates))
+            stages.append({})
+            for member, (found, initial) in zip(candidates, answers, strict=True):
+                records |= {r.head: r for r in found}
+                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in found]
+                if not initial:
+                    uninitialised.add(member.key)
+        return _Held(records, stages, uninitialised)
+
+    async def absent_holders(self, peers: list[list[m.Member]]) -> str:
+        """Why the run should not go on with `peers` yet: others may bring a newer head from their disks; "" if none may."""
+        held = await self._held(peers)
+        best, _ = newest_complete(held.stages)
+        written = [r for r in held.records.values() if is_checkpoint_due(self._reign.config, r)]
+        newer = [r for r in written if best is None or (r.era, r.step) > (best.era, best.step)]
+        newer.sort(key=lambda r: (r.era, r.step), reverse=True)
+        num_stages = range(self._reign.config.num_stages)
+        head, absent = worth_waiting_for(
+            [{key[0]: {h.head for h in found} for key, found in stage.items()} for stage in held.stages],
+            [r.head for r in newer],
+            {r.head: [[x.peer for x in checkpoint_writers(self._reign.config, r, k)] for k in num_stages] for r in newer},
+        )
+        if not head:
+            return ""
+        names = ", ".join(peer[:8] for peer in absent)
+        return f"peers {names}: with them the run goes on at step {held.records[head].step + 1}, else at an older one"
 
     async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
         """What it holds, and whether it can make the initial values."""
@@ -95,24 +130,38 @@ class Lineage:
         answers = await together(*(together(*(live(k, x) for x in roster)) for k, roster in enumerate(rosters)))
         return [[x for x in stage if x is not None] for stage in answers]
 
-    async def set_back(self) -> m.CommitRecord | None:
-        """A stage was lost: the newest head that is complete over all stages, or None if one has no live peer at all."""
-        peers = await self._live_peers()
-        empty = [k for k, xs in enumerate(peers) if not xs]
-        if empty:
-            self._reign.waiting_for = f"a peer of stages {empty}: nobody serves them"
-            logger.error("stages %s have no live peer: the run waits for one", empty)
-            return None
-        record = await self.starting_record(peers, era=self._reign.newest.era + 1)
-        bare = without_ready(record)
-        if bare:
-            self._reign.waiting_for = f"a peer of stages {bare} that has the initial weights or a checkpoint"
-            logger.error("no live peer of stages %s has the initial weights or a checkpoint: the run waits for one", bare)
-            return None
-        logger.error(
-            "the run is set back from step %d to step %d: %d committed steps are discarded",
-            self._reign.newest.step + 1, record.step + 1, self._reign.newest.step - record.step,
-        )  # fmt: skip
+    async def set_back(self) -> m.CommitRecord:
+        """A stage was lost: the newest head that is complete over all stages, once each has a live peer.
+
+        Raises:
+            Demoted, Rivalry: this coordinator has nothing to decide any more.
+        """
+        reign, told, since = self._reign, "", self._reign.now
+        while True:
+            peers = await self._live_peers()
+            empty = [k for k, xs in enumerate(peers) if not xs]
+            if empty:
+                reason, since = f"a peer of stages {empty}: nobody serves them", reign.now
+            else:
+                reason = await self.absent_holders(peers)
+                if not reason or reign.now - since > reign.timing.stage_lost_s:
+                    record = await self.starting_record(peers, era=reign.newest.era + 1)
+                    bare = without_ready(record)
+                    if not bare:
+                        break
+                    reason = f"a peer of stages {bare} that has the initial weights or a checkpoint"
+            if reason != told:
+                logger.error("waiting for %s", reason)
+            reign.waiting_for = told = reason
+            await reign.wait(reign.timing.request_s / 2)
+        num_discarded = self._reign.newest.step - record.step
+        if num_discarded > 0:
+            logger.error(
+                "the run is set back from step %d to step %d: %d committed steps are discarded",
+                self._reign.newest.step + 1, record.step + 1, num_discarded,
+            )  # fmt: skip
+        else:
+            logger.warning("the run goes on at step %d: nothing is lost", record.step + 1)
         return record
 
     async def settle(self, rival: m.CommitRecord) -> m.CommitRecord:

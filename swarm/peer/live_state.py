@@ -28,7 +28,8 @@ from swarm.wire.framing import Frame
 M = TypeVar("M", bound=m.Message)
 
 _MASTERS = "masters"
-_CHUNK_ELEMENTS = 2**22
+#: As many as a donor gives at once.
+_CHUNK_ELEMENTS = 2**20
 
 
 class _Asker:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swarm.base.errors import LinkError, RemoteError
+from swarm.base.ids import Ticket
 from swarm.lifecycle.peer import PEER
-from swarm.peer.announcing import announce, find_coordinators
+from swarm.peer.announcing import find_coordinators, keep_announcing, withdraw
 from swarm.peer.context import stage_key
 from swarm.peer.link import Link, Refuse, RefusedBy
 from swarm.peer.stage_member import StageMember
@@ -35,6 +36,8 @@ class Membership:
         self.on_move: Callable[[int], None] = lambda stage: None
         #: The first record that listed this peer at another stage.
         self._moved_by: m.CommitRecord | None = None
+        #: The last failure of a download that was logged.
+        self._told = ""
         member.on_commit.append(lambda record: self._poke.set())
 
     @property
@@ -53,17 +56,20 @@ class Membership:
     # ------------------------------------------------------------------------------------------------ announcing
 
     async def announce_loop(self) -> None:
-        """Renew this peer's record at a third of its life."""
-        context = self._link.context
-        while True:
-            member = self._member
-            await announce(self._link, stage_key(context.run, member.stage), PeerRecord(
-                peer=context.peer, incarnation=context.incarnation, role="stage", host=context.advertise_host,
-                port=context.transport.address.port, ttl_s=context.config.timing.record_ttl_s,
-                sequence=context.identity.next_sequence(), stage=member.stage, step=member.num_commits,
-                state=self.state,
-            ))  # fmt: skip
-            await asyncio.sleep(context.config.timing.record_ttl_s / 3)
+        """Renew this peer's record in the DHT."""
+        await keep_announcing(self._link, stage_key(self._link.context.run, self._member.stage), self._record)
+
+    def _record(self) -> PeerRecord:
+        context, member = self._link.context, self._member
+        return PeerRecord(
+            peer=context.peer, incarnation=context.incarnation, role="stage", host=context.advertise_host,
+            port=context.transport.address.port, ttl_s=context.config.timing.record_ttl_s,
+            sequence=context.identity.next_sequence(), stage=member.stage, step=member.num_commits, state=self.state,
+        )  # fmt: skip
+
+    async def withdraw(self) -> None:
+        """Say in the DHT that this peer goes; the loops have ended."""
+        await withdraw(self._link, stage_key(self._link.context.run, self._member.stage), self._record)
 
     # ------------------------------------------------------------------------------------------------ joining
 
@@ -138,20 +144,25 @@ class Membership:
         member = self._member
         record = member.record
         assert record is not None
+        async with member.commit_lock:  # the record may be being applied, or the state restored, this very moment
+            if not member.up_to_date:
+                member.queued, member.is_bare = [], False
         if member.up_to_date:
             self._move("synced")
             return
-        async with member.commit_lock:
-            member.queued, member.is_bare = [], False
         donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
         self._link.context.rng.shuffle(donors)
         try:
             state = await download(self._link, member, donors, min_step=record.step)
         except (LinkError, RemoteError) as error:
-            logger.warning("stage %d: %s", member.stage, error)
+            # Tried again twice a second: said once, until it is said otherwise.
+            logger.log(logging.DEBUG if str(error) == self._told else logging.WARNING, "stage %d: %s", member.stage, error)
+            self._told = str(error)
             await self._catch_up(donors)
             return
         async with member.commit_lock:
+            if member.queued is None:
+                return  # a state was restored meanwhile
             member.versions.replace(state)
             version = state.version
             later = [(r, flat) for r, flat in member.queued or [] if r.step > version.record.step]
@@ -184,14 +195,14 @@ class Membership:
         except Refuse as refuse:
             logger.debug("record of step %d not taken over: %s", record.step, refuse)
 
-    async def _ask_to_join(self, *, leaving: bool = False) -> bool:
+    async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> bool:
         """True if a coordinator heard it."""
         member, context = self._member, self._link.context
         newest = member.versions.newest
         holds = member.queued is None and (member.record is None or member.up_to_date)
         request = m.Join(
             run=context.run, stage=member.stage, member=context.member(ready=holds),
-            head=newest.head if holds else None, leaving=leaving,
+            head=newest.head if holds else None, leaving=leaving, lost=tuple(lost),
         )  # fmt: skip
         for address in await self._coordinators():
             try:
@@ -209,6 +220,9 @@ class Membership:
         found = await find_coordinators(self._link)
         return known + [x for x in found if not known or x.key != known[0].key]
 
-    async def leave(self) -> bool:
-        """Tell the coordinator that this peer goes, so that the next record does not list it; True if it heard."""
-        return await self._ask_to_join(leaving=True)
+    async def leave(self, lost: Sequence[Ticket] = ()) -> bool:
+        """Tell the coordinator that this peer goes, so that the next record does not list it; True if it heard.
+
+        `lost` are tickets whose gradients go with it, because no commit took them in time.
+        """
+        return await self._ask_to_join(leaving=True, lost=lost)

@@ -90,6 +90,8 @@ class MicroBatchServer:
         version = await self._version(message)
         if message.mode == "train" and member.hands_over(message.ticket.step):
             raise Refuse("busy", "this peer moves to another stage")
+        if not self.accepting():  # it may have begun to leave while the request waited for its version
+            raise Refuse("busy", "this peer is not serving any more")
         work = _Work(message, frame)
         self._reserve(work, frame.body_bytes)
         progress.follow(lambda: self._executor.finished)

@@ -54,6 +54,7 @@ class StepReport:
             "skipped": record.skipped,
             "tickets": [result.num_tickets for result in record.results],
             "reopened": record.reopened,
+            "run": record.run[:12],
         }
 
 

@@ -78,7 +78,7 @@ class RestorePoints:
         for checkpoint in await self._checkpoints():
             if checkpoint.record.head == record.head:
                 try:
-                    outcome = await member.background.run(
+                    outcome = await member.storage.run(
                         lambda c=checkpoint: c.state(  # type: ignore[misc]
                             compute.layout, record=record, dtype=compute.dtype, device=compute.device
                         ),

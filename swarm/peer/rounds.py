@@ -165,13 +165,15 @@ class Rounds:
 
     async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
-        held = [(step, state.average) for step, state in self._member.steps.items() if state.average is not None]
-        held += self._member.last_averages
-        for step, average in held:
-            if step == message.step and average is not None and average.digest == message.digest:
-                part = average.flat[message.offset : message.offset + message.length]
-                spec, buffer = encode_tensor("average", part, "raw", "state")
-                return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
+        state = self._member.steps.get(message.step)
+        average = state.held_average(message.digest) if state is not None else None
+        for step, kept in self._member.last_averages:
+            if step == message.step and kept.digest == message.digest:
+                average = kept
+        if average is not None:
+            part = average.flat[message.offset : message.offset + message.length]
+            spec, buffer = encode_tensor("average", part, "raw", "state")
+            return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
         raise Refuse("unknown", f"no such average of step {message.step} is held")
 
     async def copy_average(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:

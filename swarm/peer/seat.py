@@ -11,7 +11,7 @@ import logging
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.net.transport import Progress
-from swarm.peer.announcing import announce, find_coordinators, member_of
+from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator import Coordinator, Demoted
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
@@ -33,6 +33,9 @@ class Seat:
         self._rank = rank
         self.coordinator: Coordinator | None = None
         self._highest = 0
+        self._retiring = False
+        #: The last failure to be elected that was logged.
+        self._told = ""
         #: The coordinator as far as this peer knows; trainers lease from it.
         self.known: m.Member | None = None
         self.changed = asyncio.Event()
@@ -40,6 +43,7 @@ class Seat:
         link.register(m.Join, self._on_join)
         link.register(m.Place, self._on_place)
         link.register(m.Elect, self._on_elect)
+        link.register(m.Operate, self._on_operate)
 
     def _reigning(self) -> Coordinator:
         if self.coordinator is None:
@@ -55,6 +59,9 @@ class Seat:
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
         return self._reigning().on_place(message)
 
+    async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
+        return await self._reigning().on_operate(message, progress.remote)
+
     async def _on_elect(self, message: m.Elect, frame: Frame, progress: Progress) -> m.Elected:
         raise Refuse("wrong_stage", "this peer serves no stage")
 
@@ -66,7 +73,7 @@ class Seat:
     async def run(self) -> None:
         """Watch and stand for ever (until the run is finished under this peer's own reign)."""
         silent = 0
-        while True:
+        while not self._retiring:
             if await self._find():
                 silent = 0
                 await asyncio.sleep(self._timing.coordinator_s / 3)
@@ -83,11 +90,28 @@ class Seat:
                 if await self._stand():
                     return
             except Demoted as demoted:
-                logger.warning("no longer coordinator: %s", demoted)
+                logger.info("no longer coordinator: %s", demoted)
             except (LinkError, RemoteError) as error:
-                logger.warning("election failed: %s", error)
+                self._warn(f"election failed: {error}")
             finally:
                 self.coordinator = None
+
+    def _warn(self, text: str) -> None:
+        """Candidates stand every second: what is the matter is said once, until it is something else."""
+        logger.log(logging.DEBUG if text == self._told else logging.WARNING, "%s", text)
+        self._told = text
+
+    async def retire(self, until: float) -> None:
+        """Stand no more. If this peer coordinates others, steps under way end first, until the loop's time `until`."""
+        self._retiring = True
+        coordinator = self.coordinator
+        if coordinator is None:
+            return
+        if coordinator.is_under_way and coordinator.trainers.keys() - {self.context.member().key}:
+            await coordinator.retire()
+            while self.coordinator is coordinator and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
     async def _find(self) -> bool:
         """Is there a live coordinator? The last known is asked first, then those in the DHT."""
@@ -121,8 +145,9 @@ class Seat:
         stages = {reply.stage for reply in replies}
         if record is not None and len(stages) < self.context.config.num_stages:
             missing = sorted(set(range(self.context.config.num_stages)) - stages)
-            logger.warning("not elected: no member of stages %s answers", missing)
+            self._warn(f"not elected: no member of stages {missing} answers")
             return False
+        self._told = ""
         coordinator = Coordinator(
             self._link, self._tasks, ballot, self._live_rosters, record=record,
             term_n=max((r.term.n for r in replies), default=0),
@@ -141,7 +166,10 @@ class Seat:
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
         helpers = [
-            self._tasks.start(self._announce_loop(ballot), "announce coordinator"),
+            self._tasks.start(
+                keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)),
+                "announce coordinator",
+            ),
             self._tasks.start(coordinator.survey(), "survey"),
         ]
         if record is None:
@@ -206,14 +234,10 @@ class Seat:
             raise
         return [reply for reply in replies if reply is not None]
 
-    async def _announce_loop(self, ballot: Ballot) -> None:
+    def _record(self, ballot: Ballot) -> PeerRecord:
         context = self.context
-        while True:
-            await announce(self._link, coordinator_key(context.run), PeerRecord(
-                peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.advertise_host,
-                port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
-                sequence=context.identity.next_sequence(), ballot=ballot.counter,
-            ))  # fmt: skip
-            await asyncio.sleep(self._timing.record_ttl_s / 3)
-
-
+        return PeerRecord(
+            peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.advertise_host,
+            port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
+            sequence=context.identity.next_sequence(), ballot=ballot.counter,
+        )  # fmt: skip

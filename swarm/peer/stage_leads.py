@@ -61,12 +61,13 @@ class StageLeads:
         async def one(stage: int) -> None:
             leader = self.leader(stage)
             try:
-                if leader is not None:
-                    reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
-                    if reply.member.key != leader.key:
-                        raise RemoteError("another incarnation answers there")
-                    if reply.step <= self._reign.newest.step:
-                        await self._tell_record(leader)
+                if leader is None:
+                    raise RemoteError("no member is left")
+                reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+                if reply.member.key != leader.key:
+                    raise RemoteError("another incarnation answers there")
+                if reply.step <= self._reign.newest.step:
+                    await self._tell_record(leader)
             except (LinkError, RemoteError) as error:
                 logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
                 self._strike(stage, leader)
@@ -106,10 +107,13 @@ class StageLeads:
             if leader is None:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
                 self._reign.waiting_for = f"a live member of stage {stage}"
-                lost_since = self._reign.now if lost_since is None else lost_since
+                if lost_since is None:
+                    lost_since = self._reign.now
+                    logger.warning("step %d: stage %d has no live member; waiting for one", step, stage)
                 if self._reign.now - lost_since > self._reign.timing.stage_lost_s:
                     raise StageLost(f"stage {stage} has had no live member for {self._reign.timing.stage_lost_s:g} s")
-                logger.warning("step %d: stage %d has no live member; waiting", step, stage)
+                if await self._have_restarted(stage):
+                    raise StageLost(f"every member of stage {stage} has ended; they are here again without their memory")
                 self._reign.lost.add(stage)
                 lead.struck.clear()
                 await asyncio.sleep(backoff)
@@ -141,6 +145,13 @@ class StageLeads:
                 self._reign.lost.discard(stage)
                 self._hear(stage, reply.loads)
                 return reply.seals
+
+    async def _have_restarted(self, stage: int) -> bool:
+        """Every member of the stage announces itself in another incarnation: what they held is gone for certain."""
+        roster = (await self._reign.rosters())[stage]
+        now = {x.peer: x.incarnation for x in roster}
+        members = self.members(stage)
+        return bool(members) and all(now.get(x.peer, x.incarnation) != x.incarnation for x in members)
 
     async def _tell_record(self, leader: m.Member) -> bool:
         """A leader that missed the newest record hears it here: as its stage's only holder it has nobody to hear it from."""

@@ -7,6 +7,7 @@ of DESIGN.md, "The life of a step"; the tables are in `lifecycle/step.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ import torch
 
 from swarm.averaging.all_reduce import Average, Round, RoundFailed
 from swarm.base.errors import LinkError, RemoteError, SwarmError
-from swarm.base.ids import ZERO_BALLOT, Ballot
+from swarm.base.ids import ZERO_BALLOT, Ballot, Ticket
 from swarm.lifecycle.coverage import stage_result
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
@@ -48,9 +49,15 @@ class StepState:
     leader: m.Member | None = None
     round: Round | None = None
     average: Average | None = None
+    #: The last average that a newer attempt replaced: a record that was decided on it may yet arrive.
+    overtaken: Average | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     #: Counts the bytes of slices that this member sends and gets back.
     exchanged: Progress = field(default_factory=Progress)
+
+    def held_average(self, digest: str) -> Average | None:
+        """The average with this digest, if this member holds it."""
+        return next((x for x in (self.average, self.overtaken) if x is not None and x.digest == digest), None)
 
 
 async def _nothing_to_restore(record: m.CommitRecord) -> StageState | None:
@@ -65,8 +72,9 @@ class StageMember:
     """The step protocol at one peer of one stage."""
 
     def __init__(
-        self, link: Link, stage: int, compute: StageCompute, executor: Executor, background: Executor, tasks: Tasks
-    ) -> None:
+        self, link: Link, stage: int, compute: StageCompute, executor: Executor, background: Executor, storage: Executor,
+        tasks: Tasks,
+    ) -> None:  # fmt: skip
         self.link = link
         self.context = link.context
         self.config = link.context.config
@@ -74,6 +82,7 @@ class StageMember:
         self.compute = compute
         self.executor = executor
         self.background = background
+        self.storage = storage
         self._tasks = tasks
         initial = genesis_record(self.config, self.context.run, ZERO_BALLOT, ((),) * self.config.num_stages)
         masters = compute.initial_masters() if compute.has_values else compute.no_masters()
@@ -107,6 +116,9 @@ class StageMember:
         self.load: Callable[[], m.Load | None] = lambda: None
         #: Steps that were committed and then set back, by a restore or by another lineage.
         self.discarded_steps = 0
+        #: Of this stage's state, moved to newcomers and from donors since the start.
+        self.state_bytes_sent = 0
+        self.state_bytes_received = 0
         for kind, handler in (
             (m.Collect, self._on_collect), (m.Revoke, self._on_revoke), (m.Commit, self._on_commit),
             (m.Elect, self._on_elect),
@@ -165,6 +177,18 @@ class StageMember:
             return state.leader
         return next((x for x in self.members_for(step) if x.ready), None)
 
+    def leads(self) -> bool:
+        """This peer leads its stage in a step that is open."""
+        last = min(self.num_commits + self.config.delay_steps, self.config.total_steps - 1)
+        leaders = [self.leader_of(step) for step in range(self.num_commits, last + 1)]
+        return any(leader is not None and leader.key == self.me.key for leader in leaders)
+
+    def held_tickets(self) -> list[Ticket]:
+        """Tickets of open steps whose gradient only this peer holds."""
+        return [
+            Ticket(step, index) for step, state in self.steps.items() for index in state.accumulator.ledger.entries
+        ]
+
     def step_state(self, step: int) -> StepState:
         """The open state of `step`.
 
@@ -179,6 +203,14 @@ class StageMember:
         if state is None:
             state = self.steps[step] = StepState(self.make_accumulator(step))
         return state
+
+    async def caught_up(self, step: int) -> None:
+        """Until this peer holds the version that `step` builds on, or `step` is over; for a while at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timing.request_s / 2), self.committed:
+                await self.committed.wait_for(
+                    lambda: step < self.num_commits or self.versions.at(self.config.base_step(step)) is not None
+                )
 
     def make_accumulator(self, step: int) -> Accumulator:
         return Accumulator(step, self.compute.layout, dtype=self.compute.master_dtype, device=self.compute.device)
@@ -214,7 +246,8 @@ class StageMember:
         if state.round is not None and state.round.term.order != message.term.order:
             state.round.fail(RoundFailed("a newer attempt began"))
             state.round = None
-        state.average = None
+        if state.average is not None:
+            state.average, state.overtaken = None, state.average
         transport = self.context.transport
         return m.Collected(
             seal=seal, upload=transport.upload.rate, download=transport.download.rate, load=self.load()
@@ -275,10 +308,11 @@ class StageMember:
                 assert known is not None
                 self._forget(known, record)
             if record.step == -1 or set_back or (known is None and record.era > 0):
-                state = await self.restore(record) if self.queued is None or self.is_bare else None
+                state = await self.restore(record)
                 if state is not None:
                     self.queued, self.is_bare = None, False
                     self.versions.replace(state)
+                    self.queued = None
                     await self.refresh_digest()
                 elif self.queued is not None:
                     self.queued.clear()
@@ -296,12 +330,19 @@ class StageMember:
                 self.committed.notify_all()
 
     def _forget(self, known: m.CommitRecord, record: m.CommitRecord) -> None:
-        """Another lineage or era replaces what was committed: loudly, and counted."""
-        self.discarded_steps += known.step - record.step
-        logger.error(
-            "step %d of era %d replaces step %d of era %d: %d committed steps are discarded",
-            record.step, record.era, known.step, known.era, known.step - record.step,
-        )  # fmt: skip
+        """Another lineage or era replaces what was committed: loudly if steps are lost, and counted."""
+        num_discarded = known.step - record.step
+        self.discarded_steps += max(0, num_discarded)
+        if num_discarded > 0:
+            logger.error(
+                "step %d of era %d replaces step %d of era %d: %d committed steps are discarded",
+                record.step, record.era, known.step, known.era, num_discarded,
+            )  # fmt: skip
+        else:
+            logger.info(
+                "step %d of era %d (head %s) replaces that of era %d (head %s)", record.step, record.era,
+                record.head[:12], known.era, known.head[:12],
+            )  # fmt: skip
         self.steps.clear()
         self.last_averages.clear()
 
@@ -316,9 +357,10 @@ class StageMember:
         """The average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""
         result = record.results[self.stage]
         state = self.steps.get(record.step)
-        if state is not None and state.average is not None and state.average.digest == result.average_digest:
+        held = state.held_average(result.average_digest) if state is not None else None
+        if state is not None and held is not None:
             state.accumulator.ledger.move("commit")
-            return state.average
+            return held
         for holder in result.holders:
             if holder.key == self.me.key:
                 continue

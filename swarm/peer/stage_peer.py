@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarm.base.errors import SwarmError
+from swarm.base.ids import Ticket
 from swarm.peer.checkpoints import Checkpoints
 from swarm.peer.claims_client import ClaimsClient
 from swarm.peer.context import PeerContext
@@ -41,7 +42,8 @@ class StagePeer:
         stage: which stage it serves first.
         factory: builds the stage's module.
         executor: the device's compute thread.
-        background: averages, digests and checkpoints; a thread of its own.
+        background: averages and the digests that a step waits for; a thread of its own.
+        storage: checkpoints and snapshots, which no step waits for; a thread of its own.
         device: torch device of parameters and activations.
         state_dir: where checkpoints go; None writes none.
         memory_limit_bytes: bound of what in-flight micro-batches may hold.
@@ -58,6 +60,7 @@ class StagePeer:
         factory: StageFactory,
         executor: Executor,
         background: Executor,
+        storage: Executor,
         device: str = "cpu",
         state_dir: Path | None = None,
         memory_limit_bytes: int = 2**30,
@@ -71,6 +74,7 @@ class StagePeer:
         self._executor = executor
         self._background = background
         self._device_name = device
+        self._storage = storage
         self._device = device_of(device)
         if self._device.allocate is not None:
             context.transport.allocate = self._device.allocate
@@ -101,7 +105,7 @@ class StagePeer:
         self._tasks = Tasks()
         compute.show_progress(self._executor)
         self.stage = stage = compute.stage
-        self.member = StageMember(self.link, stage, compute, self._executor, self._background, self._tasks)
+        self.member = StageMember(self.link, stage, compute, self._executor, self._background, self._storage, self._tasks)
         if before is not None:
             self.member.succeed(before)
         self.meter = LoadMeter(self.link, self.member, self._free_bytes, self._flops_per_s)
@@ -129,6 +133,8 @@ class StagePeer:
                 "upload_bytes_per_s": round(self.context.transport.upload.rate or 0),
                 "download_bytes_per_s": round(self.context.transport.download.rate or 0),
                 "shares": self.leader.shares.reason,
+                "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
+                "state_digest": member.state_digest[:16],
             },
             stages=member.record.members if member.record else (), stage=self.stage,
         )  # fmt: skip
@@ -151,11 +157,12 @@ class StagePeer:
 
     @property
     def _awaited(self) -> bool:
-        """A record still lists this peer, and the step that comes next holds some of its gradients."""
+        """A record still lists this peer beside others, and an open step has some of its gradients or is led by it."""
         member = self.member
-        others = [x for x in member.record.members[self.stage] if x.ready] if member.record is not None else []
-        holds = any(state.accumulator.ledger.entries for state in member.steps.values())
-        return member.listed() is not None and len(others) > 1 and holds
+        if member.record is None or member.listed() is None:
+            return False
+        others = sum(x.ready for x in member.record.members[self.stage]) > 1
+        return others and (bool(member.held_tickets()) or member.leads())
 
     def stop(self) -> None:
         """End `run`; `close` then drains."""
@@ -187,7 +194,7 @@ class StagePeer:
         logger.info("moving from stage %d to stage %d", self.stage, stage)
         # Built by the compute thread: building draws random numbers, and its jobs rely on theirs.
         compute = (await self._executor.run(lambda: self._compute_of(stage), Priority.CONTROL)).value
-        await self._background.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        await self._storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         self._take_up(compute, before)
         await tasks.close()
         await self._executor.run(self._warm_up, Priority.CONTROL)
@@ -195,23 +202,37 @@ class StagePeer:
         for callback in self.on_move:
             callback()
 
+    async def _leave(self, lost: Sequence[Ticket] = ()) -> bool:
+        """Tell the coordinator; True if it heard."""
+        try:
+            async with asyncio.timeout(self.context.config.timing.connect_s):
+                return await self.membership.leave(lost)
+        except (SwarmError, TimeoutError):
+            logger.info("left without telling the coordinator")
+            return False
+
     async def close(self) -> None:
         """Take nothing new, finish what is in flight, contribute to the next commit, and go; all within a bound."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         self.membership.drain()
-        told = False
-        try:
-            async with asyncio.timeout(self.context.config.timing.connect_s):
-                told = await self.membership.leave()
-        except (SwarmError, TimeoutError):
-            logger.info("left without telling the coordinator")
+        told = await self._leave()
         while loop.time() < until and (self.micro_batches.in_flight or (told and self._awaited)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        await self._background.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        lost = self.member.held_tickets() if self._awaited else []
+        if lost:
+            await self._leave(lost)
+        served = self.micro_batches.phases
+        logger.info(
+            "stage %d: leaving after step %d: %d tickets accumulated, %d passed on, %d failed, %d given back",
+            self.stage, self.member.num_commits, served["accumulated"], served["passed"], served["failed"], len(lost),
+        )  # fmt: skip
+        await self._storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         await self._tasks.close()
+        await self.membership.withdraw()
         self._executor.close()
         self._background.close()
+        self._storage.close()
         self._device.close()
         await self.context.dht.close()
         await self.context.transport.close()

@@ -11,14 +11,14 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, together
-from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember
+from swarm.peer.stage_member import StageMember
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.stage.optimizer import OptimizerState
@@ -29,9 +29,13 @@ from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
-#: Snapshots that one donor keeps pinned at once, until nobody has asked for `PIN_STALLS` times the time of a stall.
-MAX_PINS = 1
-PIN_STALLS = 2.0
+#: Elements of a snapshot that one request moves.
+RANGE_ELEMENTS = 2**20
+#: Newcomers that one donor serves at once; a reader that asks for nothing for `READER_STALLS` stalls has gone.
+MAX_READERS = 4
+READER_STALLS = 2.0
+#: While another snapshot is wanted, the pinned one goes unless it moves at this pace, in bytes per second.
+CONTENDED_BYTES_PER_S = 2**20
 
 _DTYPES = {
     "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -50,84 +54,115 @@ def _tensors(state: StageState) -> dict[str, torch.Tensor]:
 
 @dataclass
 class _Pin:
+    """The snapshot that is being served."""
+
     tensors: dict[str, torch.Tensor]
     manifest: m.StateManifest
-    until: float
-    #: Newcomers that it was offered to and that have not let it go; of silent ones `until` makes an end.
-    users: int = 0
+    since: float
+    num_bytes: int = 0
+    #: Those that it was offered to and that have not let it go, with the time of their last word.
+    readers: dict[str, float] = field(default_factory=dict)
 
 
 class StateDonor:
-    """Serves `StateOffer` and `StateRange`."""
+    """Serves `StateOffer` and `StateRange`: one snapshot at a time, to a few readers; others are sent elsewhere."""
 
     def __init__(self, link: Link, member: StageMember) -> None:
         self._member = member
-        self._pins: dict[str, _Pin] = {}
+        self._pin: _Pin | None = None
+        self._pinning = asyncio.Lock()
         #: Entries of the manifest for what never changes.
         self._frozen_entries: list[tuple[str, str, int, str]] | None = None
         link.register(m.StateOffer, self._on_offer)
         link.register(m.StateRange, self._on_range)
 
-    def _expire(self, now: float) -> None:
-        for head in [h for h, pin in self._pins.items() if pin.until <= now]:
-            del self._pins[head]
+    @property
+    def num_pins(self) -> int:
+        return int(self._pin is not None)
 
-    def _release(self, head: str) -> m.Ack:
-        pin = self._pins.get(head)
+    @property
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def _lease_s(self) -> float:
+        return READER_STALLS * self._member.config.timing.stall_s
+
+    def _pinned(self) -> _Pin | None:
+        """The pinned snapshot, unless all its readers have gone."""
+        pin = self._pin
         if pin is not None:
-            pin.users -= 1
-            if pin.users <= 0:
-                del self._pins[head]
-        return m.Ack()
+            pin.readers = {reader: seen for reader, seen in pin.readers.items() if self._now - seen < self._lease_s}
+            if not pin.readers:
+                self._pin = None
+        return self._pin
 
     async def _on_offer(self, message: m.StateOffer, frame: Frame, progress: Progress) -> m.StateManifest | m.Ack:
-        member = self._member
+        member, reader = self._member, message.reader or progress.remote
         member.require_stage(message.stage)
         if message.release is not None:
-            return self._release(message.release)
-        now = asyncio.get_running_loop().time()
-        self._expire(now)
-        if not member.up_to_date or member.versions.newest.record.step < message.min_step:
-            raise Refuse("behind", f"this peer holds step {member.versions.newest.record.step}")
+            pin = self._pinned()
+            if pin is not None and pin.manifest.record.head == message.release:
+                pin.readers.pop(reader, None)
+                self._pinned()
+            return m.Ack()
+        progress.follow(lambda: member.storage.finished)
+        async with self._pinning:  # making one takes a while, and there is never a second
+            if not member.up_to_date or member.versions.newest.record.step < message.min_step:
+                raise Refuse("behind", f"this peer holds step {member.versions.newest.record.step}")
+            pin = self._pinned()
+            if pin is not None and pin.manifest.record.step < message.min_step:
+                self._require_stuck(pin)
+                pin = self._pin = None
+            if pin is not None and reader not in pin.readers and len(pin.readers) >= MAX_READERS:
+                raise Refuse("busy", f"{MAX_READERS} newcomers are being served; ask another member")
+            if pin is None:
+                pin = self._pin = await self._make_pin()
+            pin.readers[reader] = self._now
+            return pin.manifest
+
+    def _require_stuck(self, pin: _Pin) -> None:
+        """A snapshot that hardly moves makes room for the one that is wanted; its readers start again.
+
+        Raises:
+            Refuse: it moves.
+        """
+        in_use_s = self._now - pin.since - self._lease_s
+        if in_use_s * CONTENDED_BYTES_PER_S <= pin.num_bytes:
+            raise Refuse("busy", f"the snapshot of step {pin.manifest.record.step} is being served; ask another member")
+
+    async def _make_pin(self) -> _Pin:
+        member = self._member
         state = member.versions.state()
-        pinned = [p for p in self._pins.values() if p.manifest.record.step >= message.min_step]
-        pin = pinned[0] if pinned else None
-        if pin is None:
-            if len(self._pins) >= MAX_PINS:
-                raise Refuse("busy", f"{MAX_PINS} snapshots are being served; ask another member")
-            progress.follow(lambda: member.background.finished)
-            frozen = {_FROZEN + name: tensor.detach().view(-1) for name, tensor in member.compute.frozen.items()}
-            if self._frozen_entries is None:
-                self._frozen_entries = await self._entries(frozen)
-            manifest = m.StateManifest(
-                record=state.version.record, previous=state.previous.record if state.previous else None,
-                entries=(*await self._entries(_tensors(state)), *self._frozen_entries),
-                num_updates=state.optimizer.num_updates,
-            )  # fmt: skip
-            pin = self._pins[state.version.head] = _Pin(_tensors(state) | frozen, manifest, 0.0)
-        pin.until = now + PIN_STALLS * member.config.timing.stall_s
-        pin.users += 1
-        return pin.manifest
+        frozen = {_FROZEN + name: tensor.detach().view(-1) for name, tensor in member.compute.frozen.items()}
+        if self._frozen_entries is None:
+            self._frozen_entries = await self._entries(frozen)
+        manifest = m.StateManifest(
+            record=state.version.record, previous=state.previous.record if state.previous else None,
+            entries=(*await self._entries(_tensors(state)), *self._frozen_entries), num_updates=state.optimizer.num_updates,
+        )  # fmt: skip
+        return _Pin(_tensors(state) | frozen, manifest, self._now)
 
     async def _entries(self, tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, int, str]]:
-        entries = []
+        entries, storage = [], self._member.storage
         for name, tensor in tensors.items():
-            digest = await self._member.background.run(lambda t=tensor: digest_of([t]), Priority.CONTROL)  # type: ignore[misc]
+            digest = await storage.run(lambda t=tensor: digest_of([t], tick=storage.tick), Priority.CONTROL)  # type: ignore[misc]
             entries.append((name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), digest.value))
         return entries
 
     async def _on_range(self, message: m.StateRange, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
-        now = asyncio.get_running_loop().time()
-        self._expire(now)
-        pin = self._pins.get(message.head)
-        if pin is None:
-            raise Refuse("unknown", "no such snapshot is pinned here")
-        pin.until = now + PIN_STALLS * self._member.config.timing.stall_s
+        pin, reader = self._pinned(), message.reader or progress.remote
+        if pin is None or pin.manifest.record.head != message.head or reader not in pin.readers:
+            raise Refuse("unknown", "no such snapshot is pinned here for this peer")
+        pin.readers[reader] = self._now
         if message.name not in pin.tensors:
             raise Refuse("unknown", f"the snapshot has no tensor {message.name!r}")
-        part = pin.tensors[message.name][message.offset : message.offset + min(message.length, CHUNK_ELEMENTS)]
-        spec, buffer = encode_tensor(message.name, part.detach().cpu(), "raw", "state")
+        # A copy: a view would hold the whole tensor for as long as a slow link takes, also after the pin has gone.
+        part = pin.tensors[message.name][message.offset : message.offset + min(message.length, RANGE_ELEMENTS)]
+        spec, buffer = encode_tensor(message.name, part.detach().to("cpu", copy=True), "raw", "state")
+        pin.num_bytes += spec.num_bytes
+        self._member.state_bytes_sent += spec.num_bytes
         return Frame(m.StateChunk(tensors=(spec,)), (buffer,))
 
 
@@ -158,7 +193,7 @@ class _Incoming:
                 raise RemoteError(f"{name} has {length} elements of {dtype_name}, this stage {num_elements} of {dtype}")
             self._tensors[name] = torch.empty(num_elements, dtype=dtype) if target is None else target.detach().view(-1)
         self._pending = deque(
-            (name, offset) for name, tensor in self._tensors.items() for offset in range(0, tensor.numel(), CHUNK_ELEMENTS)
+            (name, offset) for name, tensor in self._tensors.items() for offset in range(0, tensor.numel(), RANGE_ELEMENTS)
         )
         self._under_way = 0
         self._changed = asyncio.Condition()
@@ -196,15 +231,16 @@ class _Incoming:
     async def _fetch(self, donor: m.Member, name: str, offset: int) -> None:
         ask = m.StateRange(
             run=self._link.context.run, stage=self._member.stage, head=self.manifest.record.head, name=name,
-            offset=offset, length=CHUNK_ELEMENTS,
+            offset=offset, length=RANGE_ELEMENTS, reader=self._link.context.incarnation,
         )  # fmt: skip
         stall_s = self._link.context.config.timing.stall_s
         _, frame = await self._link.ask(donor, ask, m.StateChunk, stall_s=stall_s)
-        target = self._tensors[name][offset : offset + CHUNK_ELEMENTS]
+        target = self._tensors[name][offset : offset + RANGE_ELEMENTS]
         part = decode_tensor(frame.message.tensors[0], frame.buffers[0])
         if part.shape != target.shape:
             raise RemoteError(f"{name}: a range came back with the wrong length")
         target.copy_(part)
+        self._member.state_bytes_received += frame.body_bytes
 
     async def verified(self) -> StageState:
         """The state, once every tensor has the digest that was announced.
@@ -216,7 +252,7 @@ class _Incoming:
         tensors = {}
         for name, _, _, digest in self._wanted:
             flat = self._tensors[name]
-            found = await self._member.background.run(lambda f=flat: digest_of([f]), Priority.CONTROL)  # type: ignore[misc]
+            found = await self._member.storage.run(lambda f=flat: digest_of([f]), Priority.CONTROL)  # type: ignore[misc]
             if found.value != digest:
                 raise RemoteError(f"{name}: the digest differs from the one announced")
             if not name.startswith(_FROZEN):
@@ -242,7 +278,9 @@ async def download(link: Link, member: StageMember, donors: Sequence[m.Member], 
     stall_s = link.context.config.timing.stall_s
 
     async def offer(donor: m.Member) -> m.StateManifest | None:
-        ask = m.StateOffer(run=link.context.run, stage=member.stage, min_step=min_step)
+        ask = m.StateOffer(
+            run=link.context.run, stage=member.stage, min_step=min_step, reader=link.context.incarnation
+        )
         try:
             manifest, _ = await link.ask(donor, ask, m.StateManifest, stall_s=stall_s)
         except (LinkError, RemoteError) as error:
@@ -294,6 +332,9 @@ async def _from_offers(
 
 async def _let_go(link: Link, member: StageMember, donor: m.Member, manifest: m.StateManifest) -> None:
     """Tell `donor` that its snapshot is not needed any more; else it turns other newcomers away for a while."""
-    release = m.StateOffer(run=link.context.run, stage=member.stage, release=manifest.record.head)
-    with contextlib.suppress(LinkError, RemoteError):
-        await link.ask(donor, release, m.Ack)
+    release = m.StateOffer(
+        run=link.context.run, stage=member.stage, release=manifest.record.head, reader=link.context.incarnation
+    )
+    with contextlib.suppress(LinkError, RemoteError, TimeoutError):
+        async with asyncio.timeout(link.context.config.timing.heartbeat_s):  # a donor that is gone is not waited for
+            await link.ask(donor, release, m.Ack)

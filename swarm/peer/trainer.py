@@ -28,6 +28,12 @@ from swarm.wire.framing import Buffer
 logger = logging.getLogger(__name__)
 
 
+#: Without a commit for so long, in seconds, a trainer says what is waited for.
+WAITING_TOLD_S = 3.0
+#: How the coordinator's words begin for what every slow step waits for.
+USUAL_WAITS = ("tickets", "seals", "averages")
+#: A trainer that leaves waits so long, in seconds, for what it has in flight.
+DRAIN_S = 8.0
 #: A ticket that every peer of a stage failed to compute this often will not succeed.
 MAX_FAILURES = 8
 
@@ -53,6 +59,7 @@ class Trainer:
         in_flight: int | None = None,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+        on_waiting: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.context = context
         self.config = context.config
@@ -60,6 +67,7 @@ class Trainer:
         self._num_steps = num_steps
         self._on_step = on_step
         self._on_evaluation = on_evaluation
+        self._on_waiting = on_waiting
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=1)
@@ -101,6 +109,7 @@ class Trainer:
         self._tasks.start(self.seat.run(), "seat", vital=True)
         self._tasks.start(self._poll_loop(), "lease", vital=True)
         self._tasks.start(self._report_loop(), "report", vital=True)
+        self._tasks.start(self._tell_what_is_waited_for(), "waiting", vital=True)
 
     def stop(self) -> None:
         """Hand back what is leased and end `run`."""
@@ -125,6 +134,15 @@ class Trainer:
         return self.record.step + 1 >= self._first_step + self._num_steps
 
     async def close(self) -> None:
+        """Ask for nothing more, let what is in flight end, hand over what it coordinates, and go; all within a bound."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + DRAIN_S
+        if self._ended.is_set():
+            self._stopping = True
+            self._reserve.clear()
+            while self._running and loop.time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await self.seat.retire(until)
         if self.seat.known is not None and not self.finished:
             try:
                 async with asyncio.timeout(self.config.timing.connect_s):
@@ -139,7 +157,7 @@ class Trainer:
         coordinator = self.seat.coordinator
         detail: dict[str, str | int | float | bool] = {
             "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self._retries,
-            "waiting_for": self.waiting_for[:200], "coordinator": coordinator is not None,
+            "waiting_for": (coordinator or self).waiting_for[:200], "coordinator": coordinator is not None,
             "ballot": coordinator.ballot.counter if coordinator is not None else 0,
         }  # fmt: skip
         return m.StatusReply(
@@ -196,10 +214,10 @@ class Trainer:
             self.waiting_for = leased.waiting_for
             record = self.record
             self._avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
-            if record is not None:
+            if record is not None and not self._stopping:
                 self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
             self._start_tickets()
-            if leased.evaluate and record is not None:
+            if leased.evaluate and not self._stopping and record is not None:
                 await self._evaluate(record)
 
     @property
@@ -238,6 +256,31 @@ class Trainer:
             else:
                 self._ask_s = _averaged(self._ask_s, loop.time() - began)
 
+    async def _tell_what_is_waited_for(self) -> None:
+        """While nothing commits: what the coordinator says it waits for, each time that this becomes something else."""
+        loop = asyncio.get_running_loop()
+        told, since = "", self._last_commit_at
+        while True:
+            await asyncio.sleep(1.0)
+            if self._last_commit_at != since:
+                told, since = "", self._last_commit_at
+            if loop.time() - since < WAITING_TOLD_S or self.finished:
+                continue
+            self.waiting_for = await self._hear()
+            if self.waiting_for not in ("", told) and not self.waiting_for.startswith(USUAL_WAITS):
+                told = self.waiting_for
+                self._on_waiting(told)
+
+    async def _hear(self) -> str:
+        """What the run waits for. Whose tickets are all stuck asks for no others: this renews them, and brings new records."""
+        coordinator = self.seat.known
+        if coordinator is None:
+            return "a coordinator"
+        try:
+            return (await self._lease()).waiting_for
+        except (LinkError, RemoteError):
+            return f"the coordinator at {coordinator.host}:{coordinator.port}, which does not answer"
+
     def _take(self, leased: m.Leased) -> None:
         loop = asyncio.get_running_loop()
         for record in sorted(leased.records, key=lambda r: (r.era, r.step)):
@@ -253,7 +296,8 @@ class Trainer:
                 self._running[ticket].cancel()
             self._reserve = [t for t in self._reserve if t.step > record.step and not set_back]
             if set_back:
-                logger.error("the run was set back to step %d", record.step + 1)
+                lost = known is not None and known.step > record.step
+                logger.log(logging.ERROR if lost else logging.INFO, "the run goes on from step %d again", record.step + 1)
                 self._done.clear()
             elif record.step >= 0:
                 now = loop.time()
@@ -317,7 +361,7 @@ class Trainer:
             if num_failed == MAX_FAILURES:
                 raise TicketFailed(f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?")
             self._retries += 1
-            if loop.time() > give_up_at:
+            if loop.time() > give_up_at or self._stopping:
                 raise Refuse("no_candidate", reason)
             logger.info("ticket %s again: %s", tuple(ticket), reason[:300])
             await asyncio.sleep(backoff * self.context.rng.uniform(0.5, 1.0))

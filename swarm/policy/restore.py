@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -37,3 +37,27 @@ def newest_complete(stages: Sequence[Mapping[Any, Sequence[Holding]]]) -> tuple[
         return None, f"{where}: back to the initial values"
     best = max((newest[head] for head in complete), key=lambda h: (h.era, h.step, h.head))
     return best, f"step {best.step + 1} is the newest that every stage holds"
+
+
+def worth_waiting_for(
+    present: Sequence[Mapping[str, Collection[str]]], heads: Sequence[str], writers: Mapping[str, Sequence[Collection[str]]]
+) -> tuple[str, tuple[str, ...]]:
+    """The newest head that peers who are not here may complete, and who they are; ("", ()) if there is none.
+
+    Args:
+        present: for each stage, the heads that each peer that is here holds.
+        heads: those newer than the newest complete one, newest first.
+        writers: for each of these, the peers of each stage that were to write it to disk.
+    """
+    for head in heads:
+        absent: list[str] = []
+        hopeless = False
+        for peers, wrote in zip(present, writers[head], strict=True):
+            if any(head in held for held in peers.values()):
+                continue
+            missing = [peer for peer in wrote if peer not in peers]
+            absent += missing
+            hopeless = hopeless or not missing
+        if not hopeless:
+            return head, tuple(sorted(absent))
+    return "", ()

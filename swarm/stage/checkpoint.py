@@ -60,6 +60,14 @@ class StageCheckpoint:
         """
         return self._load("parameters")
 
+    def moments(self) -> dict[str, torch.Tensor]:
+        """AdamW's moments, as `first/<name>` and `second/<name>`.
+
+        Raises:
+            StorageError: as `parameters`.
+        """
+        return self._load("optimizer")
+
     def state(self, layout: Layout, *, record: CommitRecord, dtype: torch.dtype, device: str) -> StageState:
         """The whole state, as it was committed; its version carries `record` (of the same head).
 
@@ -77,7 +85,7 @@ class StageCheckpoint:
             except (KeyError, ValueError, RuntimeError, AssertionError) as error:
                 raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
 
-        moments = self._load("optimizer")
+        moments = self.moments()
         optimizer = OptimizerState(flat(moments, "first/"), flat(moments, "second/"), self.num_updates)
         previous = None
         if self.previous is not None:

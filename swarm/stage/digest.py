@@ -26,13 +26,20 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+def digest_of(tensors: Iterable[torch.Tensor], *, tick: Callable[[], None] = lambda: None) -> str:
     """64 hex digits over the bytes of `tensors`, in order; other devices are copied to the CPU first.
+
+    `tick` is called, from any thread, as often as something was done: slowness is not death.
 
     SHA-256 over the SHA-256 of each piece of `_PIECE_BYTES`, so that large tensors are hashed by several threads.
     """
+
+    def one(piece: np.ndarray) -> bytes:
+        tick()
+        return _sha256(piece)
+
     pieces = [piece for tensor in tensors for piece in _pieces(_bytes(tensor))]
-    return hashlib.sha256(b"".join(_on_threads(_sha256, pieces))).hexdigest()
+    return hashlib.sha256(b"".join(_on_threads(one, pieces))).hexdigest()
 
 
 def digest_and_squares(flat: torch.Tensor) -> tuple[str, float]:

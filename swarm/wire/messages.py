@@ -163,6 +163,13 @@ class Load(Part):
     flops_per_s: Annotated[float, Field(ge=0)] = 0.0
 
 
+class Order(Part):
+    """What an operator asked of the run: to wait after a commit, or to end once that many steps have committed."""
+
+    paused: bool = False
+    stop_at: Annotated[int, Field(ge=1, le=2**40)] | None = None
+
+
 class CommitRecord(Part):
     """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results.
 
@@ -194,6 +201,8 @@ class CommitRecord(Part):
     reopened: Annotated[int, Field(ge=0)] = 0
     #: Members that go to another stage; the next record carries it out. See `lifecycle/PROTOCOL.md`, "Moves".
     moves: Annotated[tuple[Move, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    #: What holds from here on; a new coordinator takes it over.
+    order: Order = Order()
 
     @property
     def loss(self) -> float:
@@ -552,7 +561,8 @@ class Commit(Message):
 class Join(Message):
     """A stage peer asks the coordinator to be listed in the next record: answered by `Ack` or `Refusal`.
 
-    `head` is the newest head that it holds; `member.ready` says that it holds the stage's state there.
+    `head` is the newest head that it holds; `member.ready` says that it holds the stage's state there. One that is
+    `leaving` is left out once its gradients are committed; those of `lost` are not and go with it.
     """
 
     kind: Literal["join"] = "join"
@@ -561,6 +571,25 @@ class Join(Message):
     member: Member
     head: DigestField | None = None
     leaving: bool = False
+    lost: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
+
+
+class Operate(Message):
+    """An operator pauses, resumes or stops the run: answered by `Operated`. Heard from the coordinator's own machine only."""
+
+    kind: Literal["operate"] = "operate"
+    run: RunIdField
+    action: Literal["pause", "resume", "stop"]
+    #: With `stop`: steps to have committed; at once without.
+    at_step: Annotated[int, Field(ge=1, le=2**40)] | None = None
+
+
+class Operated(Message):
+    """Steps committed so far, and what happens now, in words."""
+
+    kind: Literal["operated"] = "operated"
+    step: StepField
+    text: TextField
 
 
 class Place(Message):
@@ -665,6 +694,8 @@ class StateOffer(Message):
     #: Only a snapshot of this step or newer is of use.
     min_step: Annotated[int, Field(ge=-1)] = -1
     release: DigestField | None = None
+    #: Who asks: a member serves a few at a time.
+    reader: IncarnationField | None = None
 
 
 class StateManifest(Message):
@@ -691,6 +722,7 @@ class StateRange(Message):
     name: NameField
     offset: Annotated[int, Field(ge=0)]
     length: Annotated[int, Field(ge=1)]
+    reader: IncarnationField | None = None
 
 
 class StateChunk(Message):
@@ -704,7 +736,8 @@ AnyMessage = Annotated[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
         Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, Holdings, Held, FetchAverage, AverageCopy, Commit,
-        Join, Place, Placed, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange, StateChunk,
+        Join, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange,
+        StateChunk,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
@@ -712,5 +745,5 @@ MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
 REQUEST_KINDS = frozenset({
     "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "holdings", "fetch_average",
-    "commit", "join", "place", "elect", "lease", "evaluated", "state_offer", "state_range",
+    "commit", "join", "place", "operate", "elect", "lease", "evaluated", "state_offer", "state_range",
 })  # fmt: skip

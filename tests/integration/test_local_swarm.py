@@ -137,7 +137,10 @@ def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "named"),
-    [(["--stages", 7], "num_stages 7"), (["--model", "nonsense"], "nonsense"), (["--port", "{taken}"], "{taken}")],
+    [
+        (["--stages", 7], "num_stages 7"), (["--model", "nonsense"], "nonsense"), (["--port", "{taken}"], "{taken}"),
+        (["--device", "cuda:7"], "--device cuda:7"),
+    ],
 )
 def test_what_a_child_refuses_is_one_line_and_exit_code_2(argv: list[object], named: str, tmp_path: Path) -> None:
     with socket.socket() as taken:
@@ -150,4 +153,5 @@ def test_what_a_child_refuses_is_one_line_and_exit_code_2(argv: list[object], na
     assert len(lines) == 1, lines
     assert lines[0].startswith("launch_local: ")
     assert named.replace("{taken}", port) in lines[0]
+    assert "backbone at" not in swarm.out.read_text(), "a run that cannot begin was announced"
     assert not swarm.state_dir.exists(), "a run that never began leaves no directory"

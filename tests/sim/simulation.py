@@ -365,7 +365,8 @@ class Simulation:
         executor = _Executor(self, self._duration(name))
         peer = StagePeer(
             context, stage=stage, factory=self.factory, executor=executor,  # type: ignore[arg-type]
-            background=InlineExecutor(lambda priority: 0.0005), memory_limit_bytes=memory_limit_bytes,
+            background=InlineExecutor(lambda priority: 0.0005), storage=InlineExecutor(lambda priority: 0.0005),
+            memory_limit_bytes=memory_limit_bytes,
             state_dir=None if self._state_dir is None else self._state_dir / name,
         )  # fmt: skip
         node = Node(name, context.transport.address, context.identity, peer, executor)
@@ -419,6 +420,7 @@ class Simulation:
         if isinstance(node.peer, StagePeer):
             node.peer._executor.close()
             node.peer._background.close()
+            node.peer._storage.close()
         await node.peer.context.dht.close()
 
     async def leave(self, name: str) -> None:

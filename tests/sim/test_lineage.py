@@ -42,6 +42,51 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
     run_virtual(main())
 
 
+def test_while_a_stage_is_lost_the_run_says_so(tmp_path):
+    """What a person who watches a trainer reads, from the loss to the return of a holder with its checkpoint."""
+    config = small_config(total_steps=5, checkpoint_every=2, timing={"stage_lost_s": 8.0})
+
+    async def main():
+        simulation = Simulation(config, seed=18, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=1, trainers=0)
+        read = []
+        await simulation.add_trainer("trainer0", on_waiting=read.append)
+        await after_steps(simulation, 3)
+        await simulation.kill("stage1.0")
+        await asyncio.sleep(15.0)
+        assert read[0] == "a live member of stage 1"
+        assert read[1] == "a peer of stages [1]: nobody serves them"
+        await simulation.add_stage_peer("stage1.0", 1)
+        await simulation.finish()
+        check(simulation, lineages=True)
+        assert min(r.step for r in simulation.commits.values() if r.era == 1) + 1 >= 2, "the checkpoint was not used"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_stage_whose_only_peer_was_started_again_goes_on_at_once(tmp_path):
+    """Its memory is gone for certain, so nobody waits for `stage_lost_s`."""
+    config = small_config(total_steps=5, checkpoint_every=2)
+
+    async def main():
+        simulation = Simulation(config, seed=19, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await after_steps(simulation, 3)
+        began = asyncio.get_running_loop().time()
+        await simulation.kill("stage1.0")
+        await asyncio.sleep(2.0)
+        await simulation.add_stage_peer("stage1.0", 1, same_port=True)
+        await after_steps(simulation, 5)
+        took = asyncio.get_running_loop().time() - began
+        assert took < config.timing.stage_lost_s / 3, f"{took:.0f} s"
+        await simulation.finish()
+        check(simulation, lineages=True)
+        await simulation.close()
+
+    run_virtual(main())
+
+
 def test_a_lost_stage_without_checkpoints_starts_from_the_initial_values():
     config = small_config(total_steps=4, timing={"stage_lost_s": 5.0})
 
@@ -76,6 +121,39 @@ def test_a_run_resumes_from_disk_after_everyone_was_killed(tmp_path):
         assert first_step >= before - before % 2 - 2, f"resumed at step {first_step} of {before}"
         assert first_step > 0, "nothing was resumed"
         second.commits = {**{s: r for s, r in simulation.commits.items() if s < first_step}, **second.commits}
+        check(second, lineages=True)
+        await second.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, comes_back):
+    """Only one peer of each stage wrote it, and that of stage 1 starts late, or never: then an older head is better."""
+    config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 5)
+        await simulation.abandon()
+        [writer] = {path.parts[-5] for path in tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")}
+        second = Simulation(config, seed=14, state_dir=tmp_path)
+        await second.add_backbone("backbone0")
+        for stage, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
+            if (name := f"stage{stage}.{i}") != writer:
+                second._identities[name] = simulation._identities[name]
+                await second.add_stage_peer(name, stage)
+        await second.add_trainer("trainer0")
+        await asyncio.sleep(12.0)
+        assert not second.commits, "it went on from an older head at once"
+        assert "with them the run goes on at step 4" in second.nodes["backbone0"].peer.seat.coordinator.waiting_for
+        if comes_back:
+            second._identities[writer] = simulation._identities[writer]
+            await second.add_stage_peer(writer, 1)
+        await second.finish()
+        assert min(r.step for r in second.commits.values()) + 1 == (4 if comes_back else 0)
+        second.commits = {**{s: r for s, r in simulation.commits.items() if s < 4}, **second.commits}
         check(second, lineages=True)
         await second.close()
 

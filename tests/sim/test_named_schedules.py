@@ -229,7 +229,7 @@ def test_a_joiner_whose_download_outlasts_a_step(monkeypatch):
 
     No step waits for it: it is no part of the all-reduce before it is ready.
     """
-    monkeypatch.setattr(state_transfer, "CHUNK_ELEMENTS", 3)  # many ranges, as of a big stage
+    monkeypatch.setattr(state_transfer, "RANGE_ELEMENTS", 3)  # many ranges, as of a big stage
 
     async def main():
         simulation = Simulation(small_config(total_steps=24), seed=29)

@@ -52,13 +52,50 @@ def test_a_peer_behind_a_wildcard_that_was_seen_on_loopback_announces_its_way_ou
     assert _reachable_host("0.0.0.0", "127.0.0.1") not in ("0.0.0.0", "")
 
 
+def line_of(step: int, head: str = "a", run: str = "r") -> dict[str, object]:
+    return {"step": step, "head": f"{head}{step}", "run": run}
+
+
+def steps_in(path: Path) -> list[tuple[str, int, str]]:
+    return [(x.get("run", ""), x["step"], x.get("head", "")) for x in map(json.loads, path.read_text().splitlines())]
+
+
 def test_metrics_are_appended_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n')
     metrics = MetricsFile(path)
-    metrics.append({"step": 1})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1], "a line waits in a buffer"
+    metrics.append(line_of(1))
+    assert steps_in(path) == [("", 0, ""), ("r", 1, "a1")], "a line waits in a buffer"
     metrics.close()
+
+
+def test_a_step_that_is_committed_anew_replaces_what_did_not_last(tmp_path: Path) -> None:
+    """Also over a restart of the trainer, one that was killed while it wrote, and beside another run's lines."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.append(line_of(7, run="other"))
+    for step in (1, 2, 3, 4):
+        metrics.append(line_of(step))
+    metrics.close()
+    with path.open("a") as file:
+        file.write('{"step": 5, "he')
+    metrics = MetricsFile(path)
+    assert not metrics.append(line_of(2)), "told again, as a newcomer is told the last records"
+    assert [step for _, step, _ in steps_in(path)] == [7, 1, 2, 3, 4]
+    assert metrics.append(line_of(3, head="b"))
+    assert metrics.append(line_of(4, head="b"))
+    metrics.close()
+    expected = [("other", 7, "a7"), ("r", 1, "a1"), ("r", 2, "a2"), ("r", 3, "b3"), ("r", 4, "b4")]
+    assert steps_in(path) == expected
+
+
+def test_metrics_on_a_full_disk_are_one_error_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = MetricsFile(Path("/dev/full"))
+    for step in (1, 2):
+        metrics.append(line_of(step))
+    metrics.close()
+    [error] = caplog.records
+    assert "--metrics /dev/full: No space left on device" in error.getMessage()
 
 
 def test_a_metrics_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.policy.restore import Holding, newest_complete
+from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
 
 
 def holding(step: int, era: int = 0, head: str = "") -> Holding:
@@ -79,3 +80,20 @@ def test_equals_the_slow_twin(stages: list[dict[str, list[Holding]]]) -> None:
     else:
         assert best in complete
         assert (best.era, best.step) == max((one.era, one.step) for one in complete)
+
+
+HERE = {"a": {"new", "old"}, "b": set()}
+
+
+@pytest.mark.parametrize(
+    ("writers", "expected"),
+    [
+        ([["a", "b"], ["c", "d"]], ("new", ("c", "d"))),  # nobody who wrote stage 1 is here
+        ([["a", "b"], ["c", "e"]], ("new", ("e",))),  # c is here and does not hold it; e may
+        ([["a", "b"], ["c"]], ("", ())),  # all that wrote it are here, and it was not complete
+        ([["a", "b"], []], ("", ())),  # nobody was to write it
+    ],
+)
+def test_a_newer_head_is_waited_for_while_those_who_wrote_it_are_away(writers, expected) -> None:
+    present = [HERE, {"c": {"old"}} if writers[1] != ["c", "d"] else {}]
+    assert worth_waiting_for(present, ["new"], {"new": writers}) == expected

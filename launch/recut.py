@@ -1,0 +1,92 @@
+"""`recut_run`: a new run from the checkpoint of another, with another number of stages or other options."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from launch.arguments import (
+    EXIT_DONE,
+    LaunchParser,
+    add_config_options,
+    add_logging_options,
+    config_overrides,
+    count,
+    existing_path,
+    local_path,
+)
+from launch.local_swarm import RUN_FILE
+from launch.logs import Announcer
+from launch.reports import NO_REPORTS, Reports
+from launch.run_files import RunFile, build_config
+from launch.runner import main_of
+from swarm.base.config import RunConfig, parse_config_bytes
+from swarm.base.errors import ConfigError, StorageError
+
+PROGRAM = "recut_run"
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = LaunchParser(PROGRAM, "Begin a new run from a checkpoint of another: with another number of stages, batch, "
+                                   "learning rate, ... It goes on with the sample that the old run would have taken next.")
+    parser.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path, required=True,
+                        help="state directory of a local run, or those of peers that cover all stages")
+    parser.add_argument("--out", metavar="DIR", type=local_path, required=True,
+                        help="directory of the new run; must not exist")
+    parser.add_argument("--step", metavar="N", type=count, default=None,
+                        help="the checkpoint after this many steps of the old run "
+                        "(default: the newest that covers all stages)")
+    parser.add_argument("--allow-import", action="store_true",
+                        help="import the run's own model if it names one as package.module:factory")
+    add_config_options(parser)
+    add_logging_options(parser)
+    return parser.parse(argv)
+
+
+def new_config(old: RunConfig, options: Namespace) -> RunConfig:
+    """The old run's configuration with what the command line changes.
+
+    Raises:
+        ConfigError: nothing is changed, or a value is of no use.
+    """
+    overrides = config_overrides(options)
+    new = build_config(RunFile(path=options.checkpoints[0], fields=old.model_dump(mode="json")), overrides)
+    if new == old:
+        raise ConfigError("nothing is changed: to go on with the same run, start its processes again")
+    if (new.model, new.seed) != (old.model, old.seed):
+        raise ConfigError("model and seed stay those of the checkpoint")
+    return new
+
+
+def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+    from models.registry import factory_of
+    from swarm.stage.checkpoint import find_complete
+    from swarm.stage.fork import fork, step_after
+
+    if options.out.exists():
+        raise ConfigError(f"--out {options.out} exists; name a new directory")
+    found = find_complete(options.checkpoints, step=options.step)
+    old = parse_config_bytes(found[0].config_bytes)
+    new = new_config(old, options)
+    step, again = step_after(old, new, found[0].record.step + 1)
+    record = fork(found, old, new, factory_of(new, may_import=options.allow_import), options.out)
+    try:
+        (options.out / RUN_FILE).write_bytes(new.to_bytes())
+    except OSError as error:
+        raise StorageError(f"{options.out / RUN_FILE}: {error.strerror}") from None
+    text = f"run {record.run[:12]} at step {step} of {new.total_steps} in {options.out}, from step {found[0].record.step + 1} " \
+           f"of run {found[0].record.run[:12]}"
+    if again:
+        text += f"; it sees the last {again} samples again"
+    announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
+    announcer.say(text, run=record.run, step=step, out=str(options.out))
+    announcer.say(f"it goes on with: launch_local --state-dir {options.out}")
+    return EXIT_DONE
+
+
+def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    return main_of(PROGRAM, parse, serve, argv, reports)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""What an operator asked of a run: pause, resume, stop at a step. Pure; commit records carry it to the next coordinator."""
+
+from __future__ import annotations
+
+from swarm.wire.messages import CommitRecord, Operate, Order
+
+
+def changed(order: Order, wanted: Operate, num_commits: int) -> tuple[Order, str]:
+    """The order that follows from `wanted`, and what will happen, in words.
+
+    A step under way is always ended first, so whatever is ordered begins with a committed step.
+
+    Args:
+        order: what holds now.
+        wanted: what the operator asks.
+        num_commits: steps that have committed.
+    """
+    if wanted.action == "resume":
+        return Order(), f"the run goes on after step {num_commits}"
+    if wanted.action == "pause":
+        text = f"the run pauses after step {num_commits + 1}; its state is written to disk"
+        return Order(paused=True, stop_at=order.stop_at), text
+    stop_at = max(num_commits + 1, wanted.at_step or 0)
+    return Order(stop_at=stop_at), f"the run stops after step {stop_at}; its state is written to disk"
+
+
+def is_stopped(record: CommitRecord) -> bool:
+    """No step follows `record`, until an operator has the run go on."""
+    return record.order.stop_at is not None and record.step + 1 >= record.order.stop_at

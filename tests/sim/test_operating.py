@@ -1,0 +1,117 @@
+"""An operator pauses, resumes and stops a run: after a whole step, on disk, and whoever coordinates next."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from phases import committed, coordinator_of, until
+from simulation import Simulation, check, small_config
+
+from swarm.base.virtual_time import run_virtual
+from swarm.peer.link import Refuse
+from swarm.stage.checkpoint import find_complete
+from swarm.wire import messages as m
+
+
+async def say(simulation: Simulation, action: str, at_step: int | None = None) -> m.Operated:
+    node = coordinator_of(simulation)
+    order = m.Operate(run=node.peer.context.run, action=action, at_step=at_step)
+    return await node.peer.seat.coordinator.on_operate(order, node.address.host)
+
+
+async def stands_still(simulation: Simulation, seconds: float) -> int:
+    """Steps committed, which do not change for so long."""
+    num_commits = max(simulation.commits) + 1
+    await asyncio.sleep(seconds)
+    assert max(simulation.commits) + 1 == num_commits, "a step committed while the run was paused"
+    return num_commits
+
+
+def test_a_paused_run_stays_paused_under_the_next_coordinator_and_goes_on_when_told(tmp_path):
+    config = small_config(total_steps=10)
+
+    async def main():
+        simulation = Simulation(config, seed=31, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1, backbones=2)
+        await committed(simulation, 3)
+        reply = await say(simulation, "pause")
+        await until(lambda: any(r.order.paused for r in simulation.commits.values()), "a record says so")
+        await asyncio.sleep(1.0)
+        paused_at = await stands_still(simulation, 30.0)
+        assert paused_at == reply.step + 1, "the step under way ends, and no other"
+        assert find_complete([tmp_path])[0].record.step + 1 == paused_at
+        before = coordinator_of(simulation)
+        await simulation.kill(before.name)
+        await until(lambda: any(simulation.coordinates(n) for n in simulation.nodes.values()), "another coordinates")
+        assert await stands_still(simulation, 30.0) == paused_at
+        trainer = simulation.nodes["trainer0"].peer
+        assert trainer.waiting_for == "an operator: the run is paused"
+        assert trainer._retries == 0, "tickets were tried while the run was paused"
+        await say(simulation, "resume")
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
+    config = small_config(total_steps=8)
+
+    async def main():
+        simulation = Simulation(config, seed=32, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 2)
+        assert (await say(simulation, "stop", at_step=5)).text.startswith("the run stops after step 5")
+        async with asyncio.timeout(60):
+            await simulation.nodes["trainer0"].running
+        await asyncio.sleep(1.0)
+        assert max(simulation.commits) + 1 == 5
+        assert find_complete([tmp_path])[0].record.step + 1 == 5
+        await simulation.abandon()
+        second = Simulation(config, seed=33, state_dir=tmp_path)
+        await second.start(peers_per_stage=2, trainers=1)
+        await second.finish()
+        assert min(r.step for r in second.commits.values()) + 1 == 5
+        second.commits = {**{s: r for s, r in simulation.commits.items() if s < 5}, **second.commits}
+        check(second, lineages=True)
+        await second.close()
+
+    run_virtual(main())
+
+
+def test_a_stopped_run_goes_on_when_told():
+    config = small_config(total_steps=6)
+
+    async def main():
+        simulation = Simulation(config, seed=34)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await committed(simulation, 1)
+        await say(simulation, "stop")
+        async with asyncio.timeout(60):
+            await simulation.nodes["trainer0"].running
+        await say(simulation, "resume")
+        await simulation.add_trainer("trainer1")
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("remote", ["", "10.0.0.2", "192.0.2.7", "::ffff:10.0.0.2"])
+def test_only_the_coordinators_own_machine_operates_the_run(remote):
+    async def main():
+        simulation = Simulation(small_config(), seed=35)
+        await simulation.start(peers_per_stage=1, trainers=0)
+        await simulation.began()
+        node = coordinator_of(simulation)
+        order = m.Operate(run=node.peer.context.run, action="stop")
+        with pytest.raises(Refuse, match="operated from the machine of its coordinator"):
+            await node.peer.seat.coordinator.on_operate(order, remote)
+        for here in ("127.0.0.1", "::1", node.address.host):
+            await node.peer.seat.coordinator.on_operate(order, here)
+        await simulation.close()
+
+    run_virtual(main())

@@ -65,75 +65,64 @@ def _draw_trace(figure: Any, outcomes: dict[float, list[Outcome]]) -> None:
 
 
 def live_equal(num_steps: int) -> None:
-    """3 stages, peers 6/2/2; later all but one peer of a stage are killed."""
-    from rebalancing_live import Phase, Settings, Swarm, spread
+    """3 stages, peers 6/2/2; later all but one peer of a stage are killed. The references run beside it."""
+    from rebalancing_live import Settings, Swarm, measure, spread
 
     settings, still = Settings(), Settings(rebalance=False)
-    rows, details = [], {}
+    rows: list[dict[str, Any]] = []
+    details: dict[str, Any] = {}
 
-    def note(what: str, phase: Phase, reference: Phase | None, periods: float, peers: list[int]) -> None:
-        rows.append({
-            "swarm": what, "peers": "/".join(map(str, peers)), "periods": periods, "tickets/s": phase.tickets_per_s,
-            "of the reference": phase.tickets_per_s / reference.tickets_per_s if reference is not None else 1.0,
-        })  # fmt: skip
-        print(rows[-1], flush=True)
+    def compare(what: str, swarm: Swarm, periods: float, reference: Swarm) -> None:
+        best, moved = measure([reference, swarm], num_steps, skip=3)
+        for name, one, phase, waited in (("started best", reference, best, 0.0), (what, swarm, moved, periods)):
+            rows.append({
+                "swarm": name, "peers": "/".join(str(len(found)) for found in one.stages().values()), "periods": waited,
+                "tickets/s": phase.tickets_per_s, "of the reference": phase.tickets_per_s / best.tickets_per_s,
+            })  # fmt: skip
+            print(rows[-1], flush=True)
 
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        with Swarm(root / "best", spread([4, 3, 3]), still) as swarm:
-            best = swarm.measure(num_steps, skip=2)
-            note("started best", best, None, 0.0, swarm.lines()[-1]["peers"])
-        with Swarm(root / "best_after_kill", spread([3, 3, 2]), still) as swarm:
-            best_of_8 = swarm.measure(num_steps, skip=2)
-            note("started best, 8 peers", best_of_8, None, 0.0, swarm.lines()[-1]["peers"])
-        with Swarm(root / "moved", spread([6, 2, 2]), settings) as swarm:
-            lines = swarm.wait("a step", lambda found: found, 120.0)
-            began = len(lines)
-            lines = swarm.wait("the best assignment", lambda found: _is_best(found[-1]["peers"], 10), 120.0)
-            periods = sum(line["seconds"] for line in lines[began:]) / settings.period_s
-            note("6/2/2, moved", swarm.measure(num_steps, skip=2), best, periods, swarm.lines()[-1]["peers"])
-            assert sorted(len(found) for found in swarm.stages().values()) == [3, 3, 4]
+    with tempfile.TemporaryDirectory() as directory, Swarm(Path(directory) / "moved", spread([6, 2, 2]), settings) as swarm:
+        with Swarm(Path(directory) / "best", spread([4, 3, 3]), still) as reference:
+            swarm.wait("a step", lambda found: found, 300.0)
+            periods = swarm.periods_until_best(lambda: _is_best(swarm.stages(), 10))
+            compare("6/2/2, moved", swarm, periods, reference)
+        with Swarm(Path(directory) / "best_of_8", spread([3, 3, 2]), still) as reference:
             stage = next(k for k, found in swarm.stages().items() if len(found) == 3)
-            began = len(swarm.lines())
             killed = swarm.kill_all_but_one(stage)
-            lines = swarm.wait(
-                "the best assignment", lambda found: len(found) > began and _is_best(found[-1]["peers"], 8), 180.0
-            )
-            periods = sum(line["seconds"] for line in lines[began:]) / settings.period_s
-            what, phase = f"stage {stage} lost {len(killed)}", swarm.measure(num_steps, skip=2)
-            note(what, phase, best_of_8, periods, swarm.lines()[-1]["peers"])
-            details["seconds of all steps"] = [line["seconds"] for line in swarm.lines()]
-            details["peers at all steps"] = [line["peers"] for line in swarm.lines()]
-            details["retries"] = sum(line["retries"] for line in swarm.lines())
+            periods = swarm.periods_until_best(lambda: _is_best(swarm.stages(), 8))
+            reference.wait("a step", lambda found: found, 300.0)
+            compare(f"stage {stage} lost {len(killed)}", swarm, periods, reference)
+        details["seconds of all steps"] = [line["seconds"] for line in swarm.lines()]
+        details["peers at all steps"] = [line["peers"] for line in swarm.lines()]
+        details["retries"] = sum(line["retries"] for line in swarm.lines())
     publish(
         "rebalancing_equal", facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
         tables={"equal peers, 3 stages": rows}, details=details, draw=lambda figure: _draw_live(figure, details),
     )  # fmt: skip
 
 
-def _is_best(peers: list[int], num_peers: int) -> bool:
+def _is_best(stages: dict[int, list[int]], num_peers: int) -> bool:
     """So many equal peers are all there, and no assignment of them is faster."""
-    return sum(peers) == num_peers and min(peers) == num_peers // len(peers)
+    counts = [len(found) for found in stages.values()]
+    return sum(counts) == num_peers and min(counts) == num_peers // len(counts)
 
 
 def live_unequal(num_steps: int) -> None:
     """Two fast and four slow peers, a quarter of the speed, placed badly."""
-    from rebalancing_live import Peer, Settings, Swarm, best_rate
+    from rebalancing_live import Peer, Settings, Swarm, best_rate, measure
 
-    settings = Settings(tickets_per_step=32, delay_steps=1, in_flight=24)
+    settings = Settings(seconds=0.5, tickets_per_step=32, period_s=20.0, delay_steps=1, in_flight=24)
     peers = [Peer(0), Peer(0, 4.0), Peer(1), Peer(1, 4.0), Peer(2, 4.0), Peer(2, 4.0)]
     alone = best_rate(peers, settings.seconds)
-    details = {}
+    details: dict[str, Any] = {}
 
     def speeds(swarm: Swarm) -> list[float]:
         return [sum(1 / peers[index].slowness for index in found) for found in swarm.stages().values()]
 
     with tempfile.TemporaryDirectory() as directory, Swarm(Path(directory) / "unequal", peers, settings) as swarm:
-        lines = swarm.wait("a step", lambda found: found, 120.0)
-        began, before = len(lines), lines[-1]
-        swarm.wait("the best assignment", lambda found: min(speeds(swarm)) >= 1.0, 240.0)
-        periods = sum(line["seconds"] for line in swarm.lines()[began:]) / settings.period_s
-        phase = swarm.measure(num_steps, skip=2)
+        before = swarm.wait("a step", lambda found: found, 300.0)[-1]
+        periods = swarm.periods_until_best(lambda: min(speeds(swarm)) >= 1.0)
+        (phase,) = measure([swarm], num_steps, skip=4)
         details["seconds of all steps"] = [line["seconds"] for line in swarm.lines()]
         details["peers at all steps"] = [line["peers"] for line in swarm.lines()]
         rows = [

@@ -24,7 +24,7 @@ import swarm.peer.stage_peer
 import swarm.stage.device
 from launch.lifeline import die_with_parent
 
-__all__ = ["Peer", "Phase", "Settings", "Swarm", "best_rate", "spread"]
+__all__ = ["Peer", "Phase", "Settings", "Swarm", "best_rate", "measure", "spread"]
 
 READY = (models.registry, swarm.peer.stage_peer, swarm.stage.device)  # imported here for the processes to come
 NUM_STAGES = 3
@@ -50,9 +50,9 @@ class Phase:
 class Settings:
     """Of one swarm."""
 
-    seconds: float = 0.3
-    tickets_per_step: int = 48
-    period_s: float = 10.0
+    seconds: float = 1.0
+    tickets_per_step: int = 24
+    period_s: float = 30.0
     in_flight: int = 40
     delay_steps: int = 0
     rebalance: bool = True
@@ -136,6 +136,12 @@ class Swarm:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
+    def periods_until_best(self, is_best: Any) -> float:
+        """Waits until `is_best()` holds for who serves which stage; in periods of decisions from now on."""
+        began = time.monotonic()
+        self.wait("the best assignment", lambda lines: is_best(), 20 * self.settings.period_s)
+        return (time.monotonic() - began) / self.settings.period_s
+
     def wait(self, what: str, condition: Any, deadline_s: float) -> list[dict[str, Any]]:
         """Until `condition(lines)`; returns the lines."""
         began = time.monotonic()
@@ -148,18 +154,25 @@ class Swarm:
                 raise SystemExit(f"{what}: not within {deadline_s:g} s; last: {said}; logs in {self.root}")
             time.sleep(0.2)
 
-    def measure(self, num_steps: int, *, skip: int = 1) -> Phase:
-        """Tickets per second over the next `num_steps` steps, after `skip` that may still be mixed."""
-        before = len(self.lines())
-        last = before + skip + num_steps
-        lines = self.wait(f"{num_steps} steps", lambda found: len(found) >= last, 300.0)[before + skip : last]
-        seconds = sum(line["seconds"] for line in lines)
-        return Phase(sum(line["tickets"][0] for line in lines) / seconds, before + skip + 1, last)
-
 
 def spread(counts: Sequence[int]) -> list[Peer]:
     """Equal peers, so many at each stage."""
     return [Peer(stage) for stage, count in enumerate(counts) for _ in range(count)]
+
+
+def measure(swarms: Sequence[Swarm], num_steps: int, *, skip: int) -> list[Phase]:
+    """Tickets per second of each swarm over its next `num_steps` steps, after `skip` that may still be mixed.
+
+    All at the same time, so that whatever else the machine does disturbs them alike.
+    """
+    first = [len(one.lines()) + skip for one in swarms]
+    phases = []
+    for one, begin in zip(swarms, first, strict=True):
+        end = begin + num_steps
+        lines = one.wait(f"{num_steps} steps", lambda found, end=end: len(found) >= end, 600.0)[begin:end]
+        seconds = sum(line["seconds"] for line in lines)
+        phases.append(Phase(sum(line["tickets"][0] for line in lines) / seconds, begin + 1, end))
+    return phases
 
 
 def _free_port() -> int:

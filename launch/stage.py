@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from launch.arguments import (
 )
 from launch.lifeline import die_with_parent
 from launch.logs import Announcer
+from launch.moved_stage import STAGE_FILE, remember_stage, remembered_stage
 from launch.reports import NO_REPORTS, PipeReports, Reports
 from launch.runner import main_of, run_peer
 from swarm.base.errors import ConfigError
@@ -38,6 +40,7 @@ PROGRAM = "launch_stage"
 WORKER_OPTION = "--worker-of"
 #: The run that a worker which is started again served before: it may find it through anyone it knew.
 AGAIN_OPTION = "--again"
+logger = logging.getLogger(__name__)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -45,7 +48,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_run_options(parser)
     group = parser.add_argument_group("stage")
     group.add_argument("--stage", metavar="auto|N", type=_stage, default="auto",
-                       help="stage to serve first; auto takes the one where this peer makes the swarm fastest")
+                       help="stage to serve first; auto takes the one where this peer makes the swarm fastest. With a "
+                       "--state-dir a peer that has moved goes on where it was")
     group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
                        help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
     group.add_argument("--threads", metavar="N", type=positive_int, default=None,
@@ -102,13 +106,15 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     async def build() -> tuple[StagePeer, Callable[[], None]]:
         context, run = await compose(options, "stage", max_inflight_bytes=options.memory_limit or available_memory() // 4)
         build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model)
-        stage = await _choose(options.stage, context, device, flops_per_s)
+        stage = await _choose(options, context, device, flops_per_s)
         peer = build(stage)
 
         def moved() -> None:
             retitle(PROGRAM, _with_stage(argv, peer.stage), context.transport.address.port)
             announcer.say(f"moved to stage {peer.stage}", stage=peer.stage)
             reports.send("moved", stage=peer.stage, fixed=["--stage", str(peer.stage)])
+            if options.state_dir is not None:
+                remember_stage(options.state_dir, context.run, peer.stage)
 
         peer.on_move.append(moved)
         fixed = ["--stage", str(stage)]
@@ -128,8 +134,13 @@ def _with_stage(argv: Sequence[str], stage: int) -> list[str]:
     return [*words, "--stage", str(stage)]
 
 
-async def _choose(wanted: int | None, context: PeerContext, device: str, flops_per_s: float) -> int:
-    num_stages = context.config.num_stages
+async def _choose(options: Namespace, context: PeerContext, device: str, flops_per_s: float) -> int:
+    """Where its checkpoints are, if it had moved before it was stopped; else as `--stage` says."""
+    num_stages, wanted = context.config.num_stages, options.stage
+    moved_to = None if options.state_dir is None else remembered_stage(options.state_dir, context.run, num_stages)
+    if moved_to is not None:
+        logger.info("serving stage %d, to which this peer had moved (%s)", moved_to, options.state_dir / STAGE_FILE)
+        return moved_to
     if wanted is None:
         from launch.devices import device_memory
         from launch.stage_choice import choose_stage

@@ -14,6 +14,7 @@ import pytest
 from launch.arguments import size_bytes
 from launch.composing import _reachable_host
 from launch.metrics import MetricsFile
+from launch.moved_stage import STAGE_FILE, remember_stage, remembered_stage
 from launch.runner import run_peer
 from launch.state_directory import claim_directory
 from swarm.base.errors import ConfigError
@@ -31,6 +32,18 @@ def test_sizes_have_units(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         size_bytes(text)
+
+
+def test_a_peer_that_moved_is_restarted_where_its_checkpoints_are(tmp_path: Path) -> None:
+    assert remembered_stage(tmp_path, "run", 3) is None
+    remember_stage(tmp_path, "run", 2)
+    remember_stage(tmp_path, "run", 1)
+    assert remembered_stage(tmp_path, "run", 3) == 1
+    assert remembered_stage(tmp_path, "another run", 3) is None
+    assert remembered_stage(tmp_path, "run", 1) is None, "the run has no such stage"
+    (tmp_path / STAGE_FILE).write_text("{")
+    assert remembered_stage(tmp_path, "run", 3) is None
+    remember_stage(tmp_path / "gone", "run", 1)  # one line in the log; training goes on
 
 
 def test_two_processes_never_share_a_state_directory(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """hivemind's RemoteExpert as a data plane, for scale: an expert that returns its input, and one that returns one number.
 
-Runs under an interpreter of its own that has hivemind, prints one JSON object, and is started by `dataplane.py`. A server
+Runs under an interpreter of its own that has hivemind, prints a JSON object a line, and is started by `dataplane.py`. A server
 process and a client process, raw fp32 (`CompressionType.NONE`), no batching, as many threads as calls in flight.
 """
 
@@ -94,7 +94,6 @@ def main() -> None:
     server.start()
     addresses, peer_id = here.recv()
     dht = DHT(initial_peers=addresses, start=True, client_mode=True)
-    rows = []
 
     def expert(kind: str, size: int) -> torch.nn.Module:
         return create_remote_experts([ExpertInfo(f"{kind}.{size}", peer_id)], dht)[0]
@@ -106,15 +105,15 @@ def main() -> None:
         began = time.perf_counter()
         small(x)
         latencies.append(time.perf_counter() - began)
+    print(json.dumps({"small_p50_ms": statistics.median(latencies[50:]) * 1e3}), flush=True)
     for kind in ("echo", "sink"):
         for size in sizes:
             remote = expert(kind, size)
             remote(torch.randn(1, size // 4))
             for in_flight in in_flights:
-                rows.append({"kind": kind, "size": size, "in_flight": in_flight, **measure(remote, size, in_flight, seconds)})
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                row = {"kind": kind, "size": size, "in_flight": in_flight, **measure(remote, size, in_flight, seconds)}
+                print(json.dumps(row), flush=True)
     here.send("end")
-    print(json.dumps({"rows": rows, "small_p50_ms": statistics.median(latencies[50:]) * 1e3}), flush=True)
     server.join(10)
     os._exit(0)  # its threads and daemons are not waited for
 

@@ -40,7 +40,8 @@ from swarm.stage.versions import make_version
 
 DELAYS_MS = (0, 10, 50, 100, 200)
 PUBLISHED = {
-    "base": (18.0, 11.8, 4.9, 2.8, 1.5), "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1), "gpt3": (82.1, 79.3, 70.3, 60.2, 48.5)
+    "base": (18.0, 11.8, 4.9, 2.8, 1.5), "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1), "gpt3": (82.1, 79.3, 70.3, 60.2, 48.5),
+    "gpt3-bottleneck": (89.5, 87.2, 79.5, 71.5, 59.2),
 }  # fmt: skip
 V100_FLOPS, V100_LINK = 125e12, 500e6 / 8
 #: Dense bf16 peak of cards, in floating-point operations per second.
@@ -57,21 +58,29 @@ class Shape:
     heads: int
     sequence: int
     micro_batch: int
+    #: Hidden states are narrowed so many times at the boundary.
+    bottleneck: int = 1
+
+    @property
+    def width(self) -> int:
+        return self.hidden // self.bottleneck
 
 
 SHAPES = {
     "base": Shape(768, 2048, 12, 512, 32),
     "xxlarge": Shape(4096, 10928, 32, 512, 8),
     "gpt3": Shape(12288, 32768, 96, 2048, 1),
+    "gpt3-bottleneck": Shape(12288, 32768, 96, 2048, 1, bottleneck=2),
     "tiny": Shape(64, 128, 2, 32, 4),
 }
 
 
 def config_of(shape: Shape, precision: str) -> RunConfig:
+    narrow = {"compressor": "bottleneck", "compressor_factor": shape.bottleneck} if shape.bottleneck > 1 else {}
     return RunConfig(
         name="wan", model="causal-lm", num_stages=2, sequence_length=shape.sequence, micro_batch_size=shape.micro_batch,
         model_options={"model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
-                       "num_hidden_layers": 2, "num_attention_heads": shape.heads, "vocab_size": 256},
+                       "num_hidden_layers": 2, "num_attention_heads": shape.heads, "vocab_size": 256, **narrow},
         target_batch_size=shape.micro_batch * 10**6, total_steps=10, eval_samples=0, checkpoint_every=0,
         precision=precision, compression="8bit", timing=TIMING_PRESETS["wan"] | {"genesis_quiet_s": 1.0},
     )  # fmt: skip
@@ -84,7 +93,8 @@ def alone(config_path: Path, device: str, seconds: float) -> float:
     record = genesis_record(config, "0" * 64, (0, ""), ((), ()))
     version = make_version(record, compute.layout, compute.initial_masters(), compute.dtype)
     shape = (config.micro_batch_size, config.sequence_length)
-    hidden = torch.randn(*shape, config.model_options["hidden_size"], dtype=compute.dtype, device=device)
+    width = config.model_options["hidden_size"] // config.model_options.get("compressor_factor", 1)
+    hidden = torch.randn(*shape, width, dtype=compute.dtype, device=device)
     labels = {"labels": torch.randint(0, 256, shape, device=device)}
 
     def run(num: int) -> None:
@@ -122,10 +132,13 @@ class Swarm:
     def start(self) -> None:
         run = ["--run", str(self._directory / "run.json")]
         join = ["--join", f"{self.hosts[0][1]}:{self._port}"]
+        is_large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 100e9
+        memory = "110GiB" if is_large else "64GiB"
         self._spawn(0, "backbone", run)
         for stage in (0, 1):
             self._spawn(1 + stage, "stage", [*join, "--stage", str(stage), "--device",
-                                             self._devices[stage], "--memory-limit", "64GiB"])
+                                             self._devices[stage], "--memory-limit", memory,
+                                             "--threads", "1"])
         self._spawn(3, "trainer", [*join, "--data", str(self._directory / "data.txt")])
 
     def _spawn(self, index: int, role: str, words: list[str]) -> None:
@@ -231,7 +244,7 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
             finally:
                 swarm.close()
     # Per token and direction: a byte for each hidden unit, and an fp32 scale for each 4,096 of them.
-    bound = rate / (shape.hidden * (1 + 4 / 4096)) / reference
+    bound = rate / (shape.width * (1 + 4 / 4096)) / reference
     return {"shape": name, "alone_tokens_per_s": reference, "link_bound_percent": 100 * bound, "cells": cells}
 
 
@@ -252,7 +265,7 @@ def draw(results: Sequence[dict[str, Any]]) -> Any:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="base,xxlarge,gpt3", help=f"of {','.join(SHAPES)} (default: base,xxlarge,gpt3)")
+    parser.add_argument("--shapes", default="base,xxlarge,gpt3,gpt3-bottleneck", help=f"of {','.join(SHAPES)}")
     parser.add_argument("--delays", type=lambda s: [int(x) for x in s.split(",")], default=list(DELAYS_MS), help="ms each way")
     parser.add_argument("--settle-s", type=float, default=12.0, help="seconds at each delay before it is measured")
     parser.add_argument("--measure-s", type=float, default=8.0, help="seconds measured")

@@ -18,6 +18,7 @@ import torch
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.digest import digest_and_squares
+from swarm.stage.flat import empty_flat
 from swarm.wire.messages import Member, Seal, Term
 
 
@@ -119,7 +120,7 @@ class Round:
         def job() -> torch.Tensor:
             if len(parts) == 1:
                 return parts[0]
-            total = torch.zeros(self.slice_elements, dtype=self._dtype)
+            total = empty_flat(self.slice_elements, dtype=self._dtype).zero_()
             for part in parts:
                 total += part
             return total
@@ -144,7 +145,7 @@ class Round:
             RoundFailed: naming the members that could not be exchanged with.
         """
         alone = len(self.members) == 1
-        flat = torch.empty(0 if alone else self._num_elements, dtype=self._dtype)
+        flat = empty_flat(0 if alone else self._num_elements, dtype=self._dtype)
         suspects: list[Member] = []
         reasons: list[str] = []
 

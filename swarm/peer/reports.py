@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,13 +31,40 @@ class FeedLike(Protocol):
     def eval_batches(self) -> list[Any]: ...
 
 
+@dataclass
+class RoundTrips:
+    """Where the time of one trainer's micro-batches went, summed over those that came back."""
+
+    count: int = 0
+    #: From sending a micro-batch until it was back.
+    seconds: float = 0.0
+    #: In the queues of compute threads, over all stages.
+    queue_s: float = 0.0
+    #: In forward and backward, over all stages.
+    compute_s: float = 0.0
+
+    def add(self, seconds: float, hops: Sequence[m.Hop]) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.queue_s += sum(hop.queue_s for hop in hops)
+        self.compute_s += sum(hop.forward_s + hop.backward_s for hop in hops)
+
+    def json_fields(self) -> dict[str, float]:
+        """Means; what is left of a round trip is transfers and everything that the swarm adds."""
+        count = max(1, self.count)
+        return {
+            "round_trip_s": self.seconds / count, "queue_s": self.queue_s / count, "compute_s": self.compute_s / count
+        }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """One committed step, as a trainer saw it; all but the times and retries come from the record."""
+    """One committed step, as a trainer saw it; all but times, retries and round trips come from the record."""
 
     record: m.CommitRecord
     seconds: float
     retries: int
+    round_trips: RoundTrips = field(default_factory=RoundTrips)
 
     def json_line(self) -> dict[str, Any]:
         record = self.record
@@ -55,6 +83,7 @@ class StepReport:
             "tickets": [result.num_tickets for result in record.results],
             "reopened": record.reopened,
             "run": record.run[:12],
+            **self.round_trips.json_fields(),
         }
 
 

@@ -21,6 +21,7 @@ from swarm.stage.accumulator import is_finite
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
+from swarm.stage.flat import empty_flat
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
@@ -178,7 +179,7 @@ class Rounds:
 
     async def copy_average(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
         total = self._member.compute.layout.num_elements
-        flat = torch.empty(total, dtype=self._member.compute.master_dtype)
+        flat = empty_flat(total, dtype=self._member.compute.master_dtype)
         for offset in range(0, total, CHUNK_ELEMENTS):
             request = m.FetchAverage(
                 run=self._link.context.run, stage=self._member.stage, step=step, digest=digest, offset=offset,

@@ -17,11 +17,12 @@ from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
 from swarm.peer.hop import call_stage
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
-from swarm.peer.reports import BatchLike, Evaluation, FeedLike, StepReport, payload_of
+from swarm.peer.reports import BatchLike, Evaluation, FeedLike, RoundTrips, StepReport, payload_of
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.peer.wiring import Wiring
 from swarm.policy.in_flight import InFlightControl
+from swarm.policy.routing import StageRouter
 from swarm.wire import messages as m
 from swarm.wire.framing import Buffer
 
@@ -57,6 +58,7 @@ class Trainer:
         feed: FeedLike,
         num_steps: int | None = None,
         in_flight: int | None = None,
+        router: type[StageRouter] = StageRouter,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
         on_waiting: Callable[[str], None] = lambda reason: None,
@@ -74,7 +76,8 @@ class Trainer:
         self._info = RunInfoServer(
             self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known
         )
-        self._wiring = Wiring(self.config.num_stages, context.rng, max_ban_s=self.config.timing.record_ttl_s)
+        ban_s = self.config.timing.record_ttl_s
+        self._wiring = Wiring(self.config.num_stages, context.rng, max_ban_s=ban_s, router=router)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
         start = min(highest, in_flight or 3 * self.config.num_stages)
         self._control = InFlightControl(start, highest=highest)
@@ -98,6 +101,7 @@ class Trainer:
         self._ended = asyncio.Event()
         self.finished = False
         self._retries = 0
+        self._round_trips = RoundTrips()
         self.waiting_for = ""
 
     # ------------------------------------------------------------------------------------------------ life
@@ -301,8 +305,8 @@ class Trainer:
                 self._done.clear()
             elif record.step >= 0:
                 now = loop.time()
-                self._on_step(StepReport(record, now - self._last_commit_at, self._retries))
-                self._last_commit_at, self._retries = now, 0
+                self._on_step(StepReport(record, now - self._last_commit_at, self._retries, self._round_trips))
+                self._last_commit_at, self._retries, self._round_trips = now, 0, RoundTrips()
             else:
                 self._last_commit_at = loop.time()
         self.finished = self.finished or leased.finished
@@ -424,6 +428,7 @@ class Trainer:
                 self._wiring.failed(hop.stage, peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)
         if mode == "train":
             self._wiring.observe(route, result.trained.hops, num_samples)
+            self._round_trips.add(result.seconds, result.trained.hops)
         return result.trained
 
     # ------------------------------------------------------------------------------------------------ evaluation

@@ -14,8 +14,10 @@ from swarm.wire import messages as m
 class Wiring:
     """One trainer's routers, one for each stage."""
 
-    def __init__(self, num_stages: int, rng: random.Random, *, max_ban_s: float) -> None:
-        self._routers = [StageRouter(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
+    def __init__(
+        self, num_stages: int, rng: random.Random, *, max_ban_s: float, router: type[StageRouter] = StageRouter
+    ) -> None:
+        self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
         self._members: list[dict[tuple[str, str], m.Member]] = [{} for _ in range(num_stages)]
 
     def set_record(self, record: m.CommitRecord) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from swarm.base.config import RunConfig
+from swarm.stage.flat import empty_flat
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,27 @@ def adamw(
     num_updates = state.num_updates + 1
     size = learning_rate / (1.0 - config.beta1**num_updates)
     root = 1.0 / math.sqrt(1.0 - config.beta2**num_updates)  # a GPU divides by a number in just this way
-    new_masters, new_first, new_second = (torch.empty_like(masters) for _ in range(3))
-    chunk = _CHUNK[masters.device.type]
-    for start in range(0, masters.numel(), chunk):
+    size_N, dtype, device = masters.numel(), masters.dtype, masters.device
+    new_masters, new_first, new_second = (empty_flat(size_N, dtype=dtype, device=device) for _ in range(3))
+    chunk = min(size_N, _CHUNK[device.type])
+    one, two = (torch.empty(chunk, dtype=dtype, device=device) for _ in range(2))
+    for start in range(0, size_N, chunk):
         part = slice(start, start + chunk)
-        scaled = gradient[part] * factor
+        scaled, other = one[: size_N - start], two[: size_N - start]
+        torch.mul(gradient[part], factor, out=scaled)
         first = torch.mul(state.first[part], config.beta1, out=new_first[part])
-        first.add_(scaled * (1.0 - config.beta1))
+        first.add_(torch.mul(scaled, 1.0 - config.beta1, out=other))
         second = torch.mul(state.second[part], config.beta2, out=new_second[part])
         second.add_(scaled.mul_(scaled).mul_(1.0 - config.beta2))
-        denominator = _sqrt(second).mul_(root).add_(config.epsilon)
-        step = (first * size).div_(denominator)
+        denominator = _sqrt(second, out=scaled).mul_(root).add_(config.epsilon)
+        step = torch.mul(first, size, out=other).div_(denominator)
         torch.mul(masters[part], 1.0 - learning_rate * config.weight_decay, out=new_masters[part]).sub_(step)
     return new_masters, OptimizerState(new_first, new_second, num_updates)
 
 
-def _sqrt(tensor: torch.Tensor) -> torch.Tensor:
+def _sqrt(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     """Correctly rounded. On a CPU torch takes it from a vector library that is off by a bit once in 150 times."""
-    return torch.from_numpy(np.sqrt(tensor.numpy())) if tensor.device.type == "cpu" else tensor.sqrt()
+    if tensor.device.type != "cpu":
+        return torch.sqrt(tensor, out=out)
+    np.sqrt(tensor.numpy(), out=out.numpy())
+    return out

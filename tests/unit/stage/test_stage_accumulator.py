@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.lifecycle.step import Entry
-from swarm.stage.accumulator import Accumulator
+from swarm.stage.accumulator import Accumulator, is_finite
 from swarm.stage.layout import Layout
 from swarm.wire.messages import Term
 
@@ -203,3 +203,14 @@ def test_the_sum_is_exactly_that_of_the_entries(jobs: list[tuple[int, str]]) -> 
         expected = sum(2.0**i for i in accumulator.ledger.entries)
         assert (0.0 if contribution is None else contribution[0].item()) == expected
         assert contribution is None or torch.equal(contribution, torch.full((8,), expected, dtype=torch.float64))
+
+
+def test_what_is_as_good_as_infinite_is_found_beside_the_fast_way() -> None:
+    """Sums of squares tell most tensors apart from those that must be looked at."""
+    bound = 2.0**60
+    for value, expected in ((bound, True), (-bound, True), (bound * 1.001, False), (float("nan"), False), (3e38, False)):
+        gradient = torch.ones(10_000)
+        gradient[77] = value
+        assert is_finite(gradient) is expected
+        assert is_finite(gradient.double()) is expected
+    assert is_finite(torch.full((10_000,), bound)), "their squares' sum overflows, but none is beyond the bound"

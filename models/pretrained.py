@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from models.causal_lm import CausalLMFactory
+from models.conversion import Conversion, Recipe
 from models.shards import Entry, Shards, Source, block_digests, block_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.stage.module import replace_parameters
+from swarm.stage.module import replace_parameters, saved_buffers
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -47,25 +48,27 @@ class PretrainedFactory:
         self.num_stages = self.cut.num_stages
         self.has_values = source is not None
         self._shards = Shards(source) if source is not None else None
-        if self._shards is not None:
-            self._account(self._shards)
+        self._conversion = Conversion(self.cut.skeleton())
+        #: How each parameter comes from the files' tensors.
+        self._recipes = self._account(self._shards) if self._shards is not None else {}
 
     @property
     def config(self) -> Any:
         """Of the Hugging Face model."""
         return self.cut.config
 
-    def _account(self, shards: Shards) -> None:
+    def _account(self, shards: Shards) -> dict[str, Recipe]:
         """Strict in both directions; a head that is tied to the embedding may be left out, or be there twice."""
-        wanted = self._names
-        present = {name for name in shards.names if not _COMPUTED.search(name)}
+        present = [name for name in shards.names if not _COMPUTED.search(name)]
+        recipes, unexpected = self._conversion.recipes(present)
+        made = {name: recipe for recipe in recipes for name in recipe.makes}
+        missing = sorted(self._names - made.keys())
         where = f"model {shards.source.name}"
-        missing = sorted(name for name in wanted if name not in present)
-        unexpected = sorted(present - wanted - self._tied.keys())
         if missing:
             raise ConfigError(f"{where}: {len(missing)} tensors are missing, first {missing[0]}")
         if unexpected:
             raise ConfigError(f"{where}: {len(unexpected)} tensors belong to no parameter, first {unexpected[0]}")
+        return made
 
     # ------------------------------------------------------------------------------------------------ stages
 
@@ -84,7 +87,7 @@ class PretrainedFactory:
         replace_parameters(
             module, lambda _, p: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype)
         )
-        load(stage, {name: parameter.data for name, parameter in module.named_parameters()})
+        load(stage, {name: parameter.data for name, parameter in module.named_parameters()} | saved_buffers(module))
         return module
 
     def load(
@@ -96,33 +99,63 @@ class PretrainedFactory:
         shards = self._shards
         targets = {self._file_name(name): target for name, target in into.items()}
         takers = {self._file_name(name): taker for name, taker in (take or {}).items()}
-        blocks = {block_of(name) for name in (*targets, *takers)}
+        recipes = {id(r): r for name in (*targets, *takers) if (r := self._recipes.get(name)) is not None}
+        needed = {name: recipe for recipe in recipes.values() for name, _ in recipe.sources}
+        blocks = {block_of(name) for name in needed}
         names = [name for name in sorted(shards.names) if block_of(name) in blocks]
         by_file = sorted({shards.file_of(name) for name in names} & self._run.weights.keys())
         self._verify({file: shards.digest_of_file(file) for file in by_file})
         if by_file:
-            names = sorted({*targets, *takers})
+            names = sorted(needed)
         entries = {name: shards.entry(name) for name in names}
-        for name, wanted in targets.items():
-            entry = entries[name]
-            if entry.shape != tuple(wanted.shape):
-                raise ConfigError(f"{entry.path}: {name} has shape {entry.shape}, the model {tuple(wanted.shape)}")
+        for name, recipe in needed.items():
+            if recipe.rule is None and recipe.makes[0] in targets:
+                _require_shape(recipe.makes[0], entries[name].shape, targets[recipe.makes[0]], str(entries[name].path))
         leaves: dict[str, tuple[Entry, bytes]] = {}
+        gathered: dict[str, torch.Tensor] = {}
         for name, entry in entries.items():
-            digest = hashlib.sha256()
-            taker = takers.get(name)
-            target = targets.get(name) if taker is None else torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device=device)
-            shards.read(entry, _Copy(entry, target), digest)
-            if taker is not None and target is not None:
-                taker(target)
+            digest, found = hashlib.sha256(), needed.get(name)
+            is_direct = found is not None and found.rule is None and found.makes[0] in targets
+            place = targets[found.makes[0]] if found is not None and is_direct else None
+            if found is not None and not is_direct:
+                place = gathered[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device=device)
+            shards.read(entry, _Copy(entry, place), digest)
             leaves[name] = (entry, digest.digest())
+            if found is not None and not is_direct and all(source in gathered for source, _ in found.sources):
+                self._make(found, {source: gathered.pop(source) for source, _ in found.sources}, targets, takers)
         if not by_file:
             self._verify(block_digests(leaves))
 
-    def _file_name(self, name: str) -> str:
-        """What the files call a parameter: of tied ones they may hold only the other."""
+    def _make(
+        self, recipe: Recipe, tensors: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
+        takers: Mapping[str, Callable[[torch.Tensor], None]],
+    ) -> None:  # fmt: skip
+        """Hand over what the files' `tensors` make."""
+        if recipe.rule is None:
+            made = {recipe.makes[0]: tensors[recipe.sources[0][0]]}
+        else:
+            try:
+                made = self._conversion.make(recipe, tensors)
+            except (RuntimeError, ValueError, IndexError) as error:  # a part is missing, or of another shape
+                reason = " ".join(str(error).split())[:200]
+                raise ConfigError(
+                    f"model {self._source_name}: the {len(tensors)} tensors that make {recipe.makes[0]} do not fit together: {reason}"
+                ) from None
+        for name, value in made.items():
+            if name in takers:
+                takers[name](value)
+            elif name in targets:
+                _require_shape(name, tuple(value.shape), targets[name], f"model {self._source_name}")
+                targets[name].copy_(value)
+
+    @property
+    def _source_name(self) -> str:
         assert self._shards is not None
-        return name if name in self._shards.names else self._tied[name]
+        return self._shards.source.name
+
+    def _file_name(self, name: str) -> str:
+        """What the files call a parameter: copies of a tied one all take the value that the model lists."""
+        return self._tied.get(name, name)
 
     def _verify(self, found: Mapping[str, str]) -> None:
         assert self._shards is not None
@@ -139,6 +172,11 @@ class PretrainedFactory:
     def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: Any) -> None:
         """See `CausalLMFactory.save_pretrained`."""
         self.cut.save_pretrained(params, directory)
+
+
+def _require_shape(name: str, shape: tuple[int, ...], target: torch.Tensor, where: str) -> None:
+    if shape != tuple(target.shape):
+        raise ConfigError(f"{where}: {name} has shape {shape}, the model {tuple(target.shape)}")
 
 
 class _Copy:

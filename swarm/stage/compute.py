@@ -18,7 +18,15 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.layout import Layout
-from swarm.stage.module import Compilable, Outlined, StageFactory, StreamingFactory, Tensors, replace_parameters
+from swarm.stage.module import (
+    Compilable,
+    Outlined,
+    StageFactory,
+    StreamingFactory,
+    Tensors,
+    replace_parameters,
+    saved_buffers,
+)
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,6 +112,9 @@ class StageCompute:
         # Values of trained parameters live in versions: the module keeps their places only.
         replace_parameters(module, lambda _, p: torch.empty(0, dtype=p.dtype) if p.requires_grad else None)
         self._module = module.to(device)
+        if streams:  # after they are on their device; what files hold of them is no seed's either
+            self.frozen |= saved_buffers(self._module)
+            self.has_frozen = self.has_values or not self.frozen
         if streams and self.has_values:
             self._first_masters = self._stream(self.frozen)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []

@@ -91,3 +91,9 @@ def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.Tenso
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             setattr(child, name, made[parameter])
+
+
+def saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that a checkpoint holds."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from launch.models import described, fields_of, place_of
 from models.pretrained import PretrainedFactory
@@ -282,3 +282,43 @@ def test_a_peer_without_the_files_has_the_same_modules_and_no_values(saved: Path
     assert (without.has_values, without.has_frozen) == (False, False)
     with pytest.raises(LookupError):
         without.initial_masters()
+
+
+# ------------------------------------------------------------------------------------------------ other names in files
+
+MOE = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 12},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 8, **MOE},
+    "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
+                    "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, **MOE},
+    "phi3": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_and_renamed_tensors_of_the_files_find_their_places(family: str, tmp_path: Path) -> None:
+    """Files hold an expert at a time, the model all in one; and buffers that a router learnt, which no seed gives."""
+    config = CONFIG_MAPPING[family](**{
+        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 24, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+        "pad_token_id": None, **FAMILIES[family],
+    })  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for name, tensor in model.state_dict().items():
+        tensor.normal_(0, 0.3, generator=torch.Generator().manual_seed(sum(name.encode())))
+    model.save_pretrained(tmp_path, max_shard_size="6KB")
+    factory = factory_of(tmp_path)
+    found = {name: t for stage in range(NUM_STAGES) for name, t in factory.build(stage).state_dict().items()}
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    computes = [StageCompute(PretrainedFactory(run_of(tmp_path), None), k, precision="fp32", seed=0) for k in range(NUM_STAGES)]
+    asked_for = {name for compute in computes for name in (*compute.layout.names, *compute.frozen)}
+    assert asked_for == expected.keys(), "a peer without the files takes buffers over, too"
+    if (tmp_path / INDEX_FILE).exists() and family != "phi3":
+        one = next(name for name in Shards(Directory(tmp_path)).names if ".experts.3." in name)
+        edit_index(tmp_path, lambda names: names.pop(one))
+        stage = next(k for k, span in enumerate(factory.cut.spans) if int(one.split(".")[2]) in span)
+        with pytest.raises(ConfigError, match=r"the \d+ tensors that make model.layers.\d+.* do not fit together|has shape"):
+            StageCompute(factory_of(tmp_path), stage, precision="fp32", seed=0)

@@ -138,9 +138,8 @@ class PretrainedFactory:
                 made = self._conversion.make(recipe, tensors)
             except (RuntimeError, ValueError, IndexError) as error:  # a part is missing, or of another shape
                 reason = " ".join(str(error).split())[:200]
-                raise ConfigError(
-                    f"model {self._source_name}: the {len(tensors)} tensors that make {recipe.makes[0]} do not fit together: {reason}"
-                ) from None
+                what = f"the {len(tensors)} tensors that make {recipe.makes[0]}"
+                raise ConfigError(f"model {self._source_name}: {what} do not fit together: {reason}") from None
         for name, value in made.items():
             if name in takers:
                 takers[name](value)

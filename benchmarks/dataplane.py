@@ -42,7 +42,7 @@ IN_FLIGHT = (1, 8)
 KINDS = {"echo": "echo", "sink": "one way"}
 SMALL_BYTES = 1024
 QUIET_CORES = 0.1
-HIVEMIND_S = 150
+HIVEMIND_S = 100
 
 
 @contextmanager

@@ -130,17 +130,17 @@ class Meter:
         self._transport = transport
         self._peers = peers
         self._last = [0] * len(peers)
+        #: The peer that is stopped now: it is not asked, and what it had done counts.
+        self.stopped: int | None = None
         self.samples: list[tuple[float, int]] = []
 
-    async def _one(self, address: Address) -> int | None:
-        try:
-            return int((await ask(self._transport, address, timeout_s=0.5)).detail["accumulated"])
-        except SwarmError:
-            return None  # it is stopped: what it had done counts
+    async def _one(self, index: int) -> int:
+        if index == self.stopped:
+            return self._last[index]
+        return int((await ask(self._transport, self._peers[index], timeout_s=10.0)).detail["accumulated"])
 
     async def look(self) -> list[int]:
-        counts = await asyncio.gather(*(self._one(address) for address in self._peers))
-        self._last = [old if new is None else new for old, new in zip(self._last, counts, strict=True)]
+        self._last = list(await asyncio.gather(*(self._one(index) for index in range(len(self._peers)))))
         self.samples.append((time.monotonic(), sum(self._last)))
         return self._last
 
@@ -184,16 +184,18 @@ async def measure(options: argparse.Namespace, directory: Path) -> tuple[list[di
     with ExitStack() as stack:
         start = ["-m", "launch.backbone", "--run", str(run), "--host", "127.0.0.1", "--port", str(port), "--quiet"]
         stack.enter_context(process(start, output))
-        fast = None
-        for speed in SPEEDS:
-            child = stack.enter_context(process([*stage, "--stage", "0"], output, **{SPEED_VARIABLE: str(speed)}))
+        fast, ports = None, [port + 1 + i for i in range(len(SPEEDS))]
+        for speed, own in zip(SPEEDS, ports, strict=True):
+            words = [*stage, "--stage", "0", "--port", str(own)]
+            child = stack.enter_context(process(words, output, **{SPEED_VARIABLE: str(speed)}))
             fast = fast or child
         stack.enter_context(process([*stage, "--stage", "1"], output))
         for name in SCHEDULERS:
             words = [str(Path(__file__)), "--as-trainer", name, "--join", str(backbone), "--host", "127.0.0.1",
                      "--data", DATA, "--in-flight", str(options.in_flight), "--quiet"]  # fmt: skip
             with process(words, output):
-                meter = Meter(transport, await addresses(transport, backbone, len(SPEEDS)))
+                peers = sorted(await addresses(transport, backbone, len(SPEEDS)), key=lambda x: ports.index(x.port))
+                meter = Meter(transport, peers)
                 rows.append(await observe(name, meter, fast, options))
             details[name] = [(at - meter.samples[0][0], done) for at, done in meter.samples]
             print("  " + json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -216,10 +218,12 @@ async def observe(name: str, meter: Meter, fast: Any, options: argparse.Namespac
     after, elapsed = (await meter.look())[:], time.monotonic() - at
     done = [b - a for a, b in zip(before, after, strict=True)]
     cores = (busy_machine_s() - cpu) / elapsed
+    meter.stopped = 0
     fast.send_signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
     await meter.watch(options.stopped)
     fast.send_signal(signal.SIGCONT)
+    meter.stopped = None
     rest = fastest * sum(SPEEDS[1:])
     starts = [at for at, _ in meter.samples if at >= stopped_at]
     good = (at for at in starts if (rate_after(meter.samples, at) or 0.0) >= RECOVERED * rest)
@@ -230,7 +234,7 @@ async def observe(name: str, meter: Meter, fast: Any, options: argparse.Namespac
     await meter.watch(options.learn)
     return {
         "scheduler": name, "micro-batches/s": sum(done) / elapsed, "of the sum": sum(done) / elapsed / fastest / sum(SPEEDS),
-        "share of each peer": " ".join(f"{x / sum(done):.2f}" for x in sorted(done, reverse=True)), "cores busy": cores,
+        "share of each peer": " ".join(f"{x / sum(done):.2f}" for x in done), "cores busy": cores,
         "hang: recovered after s": f"{recovered_at - stopped_at:.1f}" if recovered_at else f"not in {options.stopped:g}",
         "hang: of the others' sum meanwhile": during / rest,
     }  # fmt: skip

@@ -1,7 +1,10 @@
-"""Butterfly all-reduce of one attempt inside one stage (Moshpit SGD, arXiv 2103.03239, section 3).
+"""Butterfly all-reduce of one attempt inside one stage (Moshpit SGD, arXiv 2103.03239, section 3), in chunks.
 
-Member j reduces slice j of everyone: each pair exchanges one request, with a slice out and the reduced slice back. Sums
-are taken in the order of the members, so every member ends on the same bits. Owns one round's data; the shell moves it.
+Member j reduces slice j of everyone. A slice travels in chunks, each a request that is answered by the reduced chunk, a
+few of them under way at once for each pair: chunks come back while later ones are still being sent, and a member holds
+no more than that window of what others sent. Sums are taken in the order of the members, so they do not depend on who
+comes first. With a lossy codec a sum is encoded once, and its reducer keeps what the others decode. Owns one round's
+data; the shell moves it.
 
 Invariant: a contribution is the accumulator as it was sealed for this attempt; what is accumulated later is not in it.
 """
@@ -10,16 +13,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.policy.shares import bounds, hagenbach_bischoff
+from swarm.stage.accumulator import is_finite
 from swarm.stage.digest import digest_and_squares
 from swarm.stage.flat import empty_flat
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.framing import Buffer
+from swarm.wire.messages import Codec, Member, Seal, TensorSpec, Term
+
+#: The largest slice travels in at least so many chunks, unless they would be small: the more, the more of the way out
+#: and the way back overlap.
+MIN_CHUNKS = 16
+MIN_CHUNK_ELEMENTS = 2**14
+MAX_CHUNK_ELEMENTS = 2**19
+#: Chunks under way at once for each pair of members.
+WINDOW = 4
 
 
 class RoundFailed(SwarmError):
@@ -49,8 +64,20 @@ async def _at_once(job: Callable[[], Any]) -> Any:
     return job()
 
 
-#: Sends slice `j` (None if this member contributes nothing) to member j and returns the reduced slice.
-Exchange = Callable[[int, torch.Tensor | None], Awaitable[torch.Tensor]]
+Payload = tuple[TensorSpec, Buffer]
+#: Sends chunk `number` of slice `j` (None if this member contributes nothing) to member j and returns the reduced chunk.
+Exchange = Callable[[int, int, Payload | None], Awaitable[Payload]]
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """One chunk of this member's slice: the parts that came, then the reduced payload."""
+
+    start: int
+    end: int
+    reduced: asyncio.Future[Payload]
+    parts: dict[int, Payload | None] = field(default_factory=dict)
+    summing: asyncio.Task[None] | None = None
 
 
 class Round:
@@ -58,11 +85,24 @@ class Round:
 
     def __init__(
         self, term: Term, seals: Sequence[Seal], me: tuple[str, str], contribution: torch.Tensor | None, *,
-        num_elements: int, dtype: torch.dtype, shares: Sequence[int] = (), run_job: RunJob = _at_once,
+        num_elements: int, dtype: torch.dtype, shares: Sequence[int] = (), codec: Codec = "raw",
+        chunk_elements: int | None = None, run_job: RunJob = _at_once,
     ) -> None:  # fmt: skip
         """
+        Args:
+            term: the attempt.
+            seals: of all members.
+            me: key of this member.
+            contribution: flat [num_elements], or None if its ledger is empty.
+            num_elements: of the average.
+            dtype: of the sum.
+            shares: elements that each member reduces; equal parts if empty.
+            codec: of slices and reduced slices on the wire.
+            chunk_elements: elements of a chunk, the same for all members; None derives it from the shares.
+            run_job: runs what takes time.
+
         Raises:
-            ValueError: if `shares` (elements that each member reduces; equal if empty) do not fit the members.
+            ValueError: if `shares` do not fit the members.
         """
         shares = shares or hagenbach_bischoff(num_elements, [1.0] * len(seals))
         if len(shares) != len(seals) or sum(shares) != num_elements:
@@ -72,71 +112,108 @@ class Round:
         self.members = [seal.member for seal in seals]
         self.me = next(i for i, member in enumerate(self.members) if member.key == me)
         self._contribution = contribution
-        self._num_elements = num_elements
         self._dtype = dtype
+        self._codec: Codec = codec
+        self._chunk_elements = chunk_elements or min(
+            max(-(-max(shares) // MIN_CHUNKS), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS
+        )
         self._run_job = run_job
-        self._summing: asyncio.Task[None] | None = None
         self._bounds = bounds(shares)
-        self._parts: dict[int, torch.Tensor | None] = {self.me: self._part(self.me)}
-        self._reduced: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
-        self._reduced.add_done_callback(lambda f: f.cancelled() or f.exception())  # failure may have no waiter
-        self._try_reduce()
+        self._flat = empty_flat(num_elements if len(seals) > 1 else 0, dtype=dtype)
+        loop = asyncio.get_running_loop()
+        self._failure: RoundFailed | None = None
+        self._chunks = [_Chunk(start, end, loop.create_future()) for start, end in self._spans(self.me)]
+        #: Chunks received so far: what a waiting caller sees advance.
+        self.num_parts = 0
+        #: Members that sent NaN, infinities or numbers as good as infinite, and what.
+        self.blamed: dict[tuple[str, str], str] = {}
+        for chunk in self._chunks:
+            chunk.reduced.add_done_callback(lambda f: f.cancelled() or f.exception())  # failure may have no waiter
 
-    def _part(self, j: int) -> torch.Tensor | None:
+    def _spans(self, j: int) -> list[tuple[int, int]]:
+        """The chunks of slice `j`."""
         start, end = self._bounds[j]
-        return None if self._contribution is None else self._contribution[start:end]
+        return [(at, min(at + self._chunk_elements, end)) for at in range(start, end, self._chunk_elements)]
 
-    @property
-    def num_parts(self) -> int:
-        """Slices received so far: what a waiting caller sees advance."""
-        return len(self._parts)
-
-    @property
-    def slice_elements(self) -> int:
-        start, end = self._bounds[self.me]
-        return end - start
+    def _part(self, start: int, end: int) -> Payload | None:
+        if self._contribution is None:
+            return None
+        return encode_tensor("slice", self._contribution[start:end], self._codec, "state")
 
     def index_of(self, member: Member) -> int | None:
         return next((i for i, known in enumerate(self.members) if known.key == member.key), None)
 
-    async def reduce(self, index: int, part: torch.Tensor | None) -> torch.Tensor:
-        """Member `index`'s part of my slice came in; returns the reduced slice when all have.
+    # ---------------------------------------------------------------------------------------- reducing this slice
+
+    async def reduce(self, index: int, number: int, part: Payload | None) -> Payload:
+        """Member `index`'s part of chunk `number` of my slice came in; returns the reduced chunk when all parts have.
 
         Raises:
+            ValueError: if the part has no place here.
             RoundFailed: if the round ended meanwhile.
         """
-        self._parts.setdefault(index, part)
-        self._try_reduce()
-        return await asyncio.shield(self._reduced)
+        if number >= len(self._chunks):
+            raise ValueError(f"this slice has {len(self._chunks)} chunks, not {number + 1}")
+        chunk = self._chunks[number]
+        if part is not None and part[0] != self._spec(chunk.end - chunk.start):
+            raise ValueError(f"a chunk of {chunk.end - chunk.start} elements came as {part[0].dtype} {part[0].shape}")
+        if not chunk.reduced.done() and chunk.summing is None:
+            self.num_parts += index not in chunk.parts
+            chunk.parts.setdefault(index, part)
+            if len(chunk.parts) == len(self.members) - 1:
+                chunk.summing = asyncio.get_running_loop().create_task(self._sum(chunk), name="reduce a chunk")
+        return await asyncio.shield(chunk.reduced)
 
-    def _try_reduce(self) -> None:
-        if len(self._parts) == len(self.members) and self._summing is None and not self._reduced.done():
-            self._summing = asyncio.get_running_loop().create_task(self._reduce(), name="reduce a slice")
+    def _spec(self, num_elements: int) -> TensorSpec:
+        """How a chunk of so many elements is described."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return TensorSpec(name="slice", dtype=dtype, shape=(num_elements,), codec=self._codec, role="state")
 
-    async def _reduce(self) -> None:
-        parts = [part for _, part in sorted(self._parts.items()) if part is not None]
-        self._parts = dict.fromkeys(self._parts)  # let go of what was received
+    async def _sum(self, chunk: _Chunk) -> None:
+        received = sorted(chunk.parts.items())
+        chunk.parts = {}  # let go of what was received
 
-        def job() -> torch.Tensor:
-            if len(parts) == 1:
-                return parts[0]
-            total = empty_flat(self.slice_elements, dtype=self._dtype).zero_()
-            for part in parts:
-                total += part
-            return total
+        def job() -> Payload:
+            parts = [] if self._contribution is None else [(self.me, self._contribution[chunk.start : chunk.end])]
+            for index, payload in received:
+                if payload is not None:
+                    parts.append((index, decode_tensor(*payload)))
+            parts.sort(key=lambda part: part[0])
+            total = self._flat[chunk.start : chunk.end]
+            if len(parts) > 1:
+                torch.add(parts[0][1], parts[1][1], out=total)
+                for _, part in parts[2:]:
+                    total += part
+            elif parts:
+                total.copy_(parts[0][1])
+            else:
+                total.zero_()
+            if not is_finite(total):  # then a part is not; only now is it worth to look which
+                bad = next((i for i, part in parts if i != self.me and not is_finite(part)), self.me)
+                raise self._not_finite("a slice", bad)
+            payload = encode_tensor("slice", total, self._codec, "state")
+            if self._codec != "raw":  # what this member keeps is what the others decode
+                total.copy_(decode_tensor(*payload))
+            return payload
 
         try:
-            total = await self._run_job(job)
+            payload = await self._run_job(job)
+        except RoundFailed as failure:
+            self.fail(failure)
         except Exception as error:
             self.fail(RoundFailed(f"the sum failed: {error}"))
         else:
-            if not self._reduced.done():
-                self._reduced.set_result(total)
+            if not chunk.reduced.done():
+                chunk.reduced.set_result(payload)
 
     def fail(self, error: RoundFailed) -> None:
         """End the round: waiting callers get an error at once instead of a time-out."""
-        if not self._reduced.done():
-            self._reduced.set_exception(error)
+        self._failure = self._failure or error
+        for chunk in self._chunks:
+            if not chunk.reduced.done():
+                chunk.reduced.set_exception(error)
+
+    # ---------------------------------------------------------------------------------------- the whole round
 
     async def run(self, exchange: Exchange) -> Average:
         """Exchange slices with everyone and assemble the average.
@@ -144,38 +221,77 @@ class Round:
         Raises:
             RoundFailed: naming the members that could not be exchanged with.
         """
-        alone = len(self.members) == 1
-        flat = empty_flat(0 if alone else self._num_elements, dtype=self._dtype)
-        suspects: list[Member] = []
-        reasons: list[str] = []
-
-        async def one(j: int) -> None:
-            nonlocal flat
-            start, end = self._bounds[j]
-            if start == end:
-                return  # it reduces nothing
-            try:
-                reduced = await (asyncio.shield(self._reduced) if j == self.me else exchange(j, self._part(j)))
-                if reduced.shape != (end - start,) or reduced.dtype != self._dtype:
-                    raise RoundFailed(f"slice {j} came back with the wrong shape", [self.members[j]])
-                if alone:
-                    flat = reduced
-                else:
-                    flat[start:end] = reduced
-            except LinkError as error:
-                suspects.append(self.members[j])
-                reasons.append(f"{self.members[j].peer[:8]}: {error}")
-                self.fail(RoundFailed("; ".join(reasons), suspects))
-            except RoundFailed as error:
-                suspects.extend(error.suspects)
-                reasons.append(str(error))
-            except RemoteError as error:  # it answered, so it is not the one to blame
-                reasons.append(f"{self.members[j].peer[:8]}: {error}")
-                self.fail(RoundFailed("; ".join(reasons), suspects))
-
-        await asyncio.gather(*(one(j) for j in range(len(self.members))))
-        if reasons:
-            raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
+        if len(self.members) == 1:
+            flat = self._contribution
+            self._flat = torch.zeros(self._bounds[0][1], dtype=self._dtype) if flat is None else flat
+        else:
+            await self._exchange_all(exchange)
+        flat = self._flat
         digest, sum_squares = await self._run_job(lambda: digest_and_squares(flat))
         return Average(self.term, self.seals, flat, digest, sum_squares)
 
+    async def _exchange_all(self, exchange: Exchange) -> None:
+        suspects: list[Member] = []
+        reasons: list[str] = []
+
+        async def guarded(j: int, work: Awaitable[None]) -> None:
+            try:
+                await work
+            except LinkError as error:
+                suspects.append(self.members[j])
+                reasons.append(f"{self.members[j].peer[:8]}: {error}")
+            except RoundFailed as error:
+                if error is not self._failure or not reasons:
+                    suspects.extend(error.suspects)
+                    reasons.append(str(error))
+                return  # others may still complete theirs with this member's slice
+            except RemoteError as error:  # it answered, so it is not the one to blame
+                reasons.append(f"{self.members[j].peer[:8]}: {error}")
+            else:
+                return
+            self.fail(RoundFailed("; ".join(reasons), suspects))
+
+        tasks = [asyncio.ensure_future(guarded(self.me, self._reduced()))]
+        for j in range(len(self.members)):
+            if j != self.me:
+                numbers = iter(enumerate(self._spans(j)))
+                tasks += [asyncio.ensure_future(guarded(j, self._stream(j, numbers, exchange))) for _ in range(WINDOW)]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        if reasons:
+            raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
+
+    async def _reduced(self) -> None:
+        for chunk in self._chunks:
+            await asyncio.shield(chunk.reduced)
+
+    async def _stream(self, j: int, numbers: Any, exchange: Exchange) -> None:
+        """One of the `WINDOW` streams of a pair: sends the next chunk when the one before has come back reduced."""
+        for number, (start, end) in numbers:
+            if self._failure is not None:
+                raise self._failure
+            if self._codec == "raw":
+                part = self._part(start, end)
+            else:
+                part = await self._run_job(partial(self._part, start, end))
+            spec, buffer = await exchange(j, number, part)
+            if spec != self._spec(end - start):
+                raise RoundFailed(f"slice {j} came back with the wrong shape", [self.members[j]])
+
+            def job(spec: TensorSpec = spec, buffer: Buffer = buffer, start: int = start, end: int = end) -> bool:
+                reduced = decode_tensor(spec, buffer)
+                self._flat[start:end] = reduced
+                return is_finite(reduced)
+
+            if not await self._run_job(job):
+                raise self._not_finite("a reduced slice", j)
+
+    def _not_finite(self, what: str, index: int) -> RoundFailed:
+        member = self.members[index]
+        self.blamed[member.key] = f"{what} from {member.peer[:8]} is not finite"
+        return RoundFailed(self.blamed[member.key], [member])

@@ -104,6 +104,9 @@ class RunConfig(BaseModel):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
+    average_compression: Literal["none", "fp16", "bf16", "8bit", "int8"] = Field(
+        "none", description="gradient averages on the wire; 8bit keeps more of small values, int8 is faster"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="seeds initial values, data order and dropout")
     delay_steps: int = Field(0, ge=0, le=1, description="1 overlaps averaging with the next step")
     dataset: str = Field("builtin", max_length=200, description="name of the data for people, never a path")
@@ -139,6 +142,11 @@ class RunConfig(BaseModel):
         if self.target_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"target_batch_size {self.target_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        if self.average_compression != "none" and self.precision == "fp64":
+            raise ValueError(
+                f"average_compression {self.average_compression!r} excludes precision 'fp64', which is there to compare bits; "
+                "use 'none', or fp32"
             )
         return self
 

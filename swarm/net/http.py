@@ -18,7 +18,6 @@ from swarm.net.http_client import HttpClient
 from swarm.net.http_server import HttpServer, ServerLimits
 from swarm.net.ports import bind_tcp
 from swarm.net.transport import Handler, Progress, Transport
-from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import MAX_BODY_BYTES, Frame
 
 _HEADER_S = 10.0
@@ -66,16 +65,14 @@ class HttpTransport(Transport):
         self._limits = ServerLimits(
             heartbeat_s=heartbeat_s, header_s=header_s, moving_s=moving_s, max_connections=4 * max_open_requests
         )
-        super().__init__()
-        self.upload = Meter(self._unsent_bytes)
         self._client = HttpClient(
-            connect_s=connect_s, moving_s=moving_s, max_body_bytes=max_body_bytes, allocate=lambda n: self.allocate(n),
-            upload=self.upload, download=self.download,
-        )  # fmt: skip
+            connect_s=connect_s, moving_s=moving_s, max_body_bytes=max_body_bytes, allocate=lambda n: self.allocate(n)
+        )
         self.allocate = Recycler(max_idle=_MAX_IDLE_BODIES, max_idle_bytes=_MAX_IDLE_BYTES).take
         self._server: HttpServer | None = None
         self._exchanges: dict[asyncio.Task[Frame], None] = {}
         self._closed = False
+        self._carried = (0, 0)
 
     @property
     def address(self) -> Address:
@@ -86,17 +83,19 @@ class HttpTransport(Transport):
         """Bytes of requests that are being received or served."""
         return self._admission.held_bytes
 
-    def _unsent_bytes(self) -> int:
-        return self._client.unsent_bytes + (0 if self._server is None else self._server.unsent_bytes)
+    def carried(self) -> tuple[int, int]:
+        looks = [*self._client.carried(), *(() if self._server is None else self._server.carried())]
+        sent, received = self._carried
+        self._carried = (sent + sum(look[0] for look in looks), received + sum(look[1] for look in looks))
+        return self._carried
 
     async def start(self, handler: Handler) -> None:
         if self._sock is None:
             self._sock = bind_tcp(*self._address)
         self._address = Address(self._address.host, self._sock.getsockname()[1])
         self._server = HttpServer(
-            handler, self._admission, self._limits, allocate=lambda n: self.allocate(n), upload=self.upload,
-            download=self.download,
-        )  # fmt: skip
+            handler, self._admission, self._limits, allocate=lambda n: self.allocate(n)
+        )
         await self._server.start(self._sock)
 
     async def close(self) -> None:

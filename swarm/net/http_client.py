@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from swarm.base.errors import LinkBroken, RemoteProtocolError, Unreachable
 from swarm.base.ids import Address
-from swarm.net.exchange import CHUNK_BYTES, Patience, cancel, chunks_of
+from swarm.net.exchange import Patience, cancel, chunks_of
 from swarm.net.http_connection import TURN_BYTES, Connection
 from swarm.net.http_frames import Body, FrameReader
 from swarm.net.http_heads import HEAD_END, MAX_HEAD_BYTES, BadHead, ResponseHead, parse_response_head, request_head
 from swarm.net.transport import Progress
-from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Heartbeat
 
@@ -36,21 +35,19 @@ class HttpClient:
 
     def __init__(
         self, *, connect_s: float, moving_s: float, max_body_bytes: int, allocate: Callable[[int], memoryview],
-        upload: Meter, download: Meter,
     ) -> None:  # fmt: skip
         self._connect_s = connect_s
         self._moving_s = moving_s
         self._max_body_bytes = max_body_bytes
         self._allocate = allocate
-        self._meters = (upload, download)
         self._busy: dict[Connection, None] = {}
         #: Idle connections with the timer that drops each; the one used last is used first.
         self._idle: dict[Address, list[tuple[Connection, asyncio.TimerHandle]]] = {}
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of requests that were written and not acknowledged yet."""
-        return sum(connection.unsent_bytes for connection in self._busy)
+    def carried(self) -> list[tuple[int, int]]:
+        """Bytes that each connection has sent and received since the last look."""
+        idle = [connection for connections in self._idle.values() for connection, _ in connections]
+        return [connection.carried() for connection in (*self._busy, *idle)]
 
     async def exchange(
         self, address: Address, parts: Sequence[memoryview], patience: Patience, progress: Progress, what: str
@@ -62,7 +59,7 @@ class HttpClient:
         """
         connection = await self._connected(address, what)
         self._busy[connection] = None
-        upload = _Upload(connection, address, parts, patience, progress, self._meters[0])
+        upload = _Upload(connection, address, parts, patience, progress)
         reusable = False
         try:
             upload.start()
@@ -141,7 +138,7 @@ class HttpClient:
         """Read frames until the first that is no heartbeat."""
         loop = asyncio.get_running_loop()
         reader = FrameReader(
-            body, patience, progress, max_body_bytes=self._max_body_bytes, allocate=self._allocate, meter=self._meters[1]
+            body, patience, progress, max_body_bytes=self._max_body_bytes, allocate=self._allocate
         )
         counter = 0
         while True:
@@ -159,10 +156,8 @@ class _Upload:
 
     def __init__(
         self, connection: Connection, address: Address, parts: Sequence[memoryview], patience: Patience,
-        progress: Progress, meter: Meter,
+        progress: Progress,
     ) -> None:  # fmt: skip
-        self._meter = meter
-        self._is_metered = False
         self._connection = connection
         body_bytes = sum(len(part) for part in parts)
         head = request_head(str(address), body_bytes)
@@ -181,9 +176,6 @@ class _Upload:
             ConnectionError: the connection is lost.
         """
         self._patience.open(self._loop.time())
-        if self._num_bytes >= CHUNK_BYTES:
-            self._is_metered = True
-            self._meter.opened(self._loop.time())
         chunks, written = chunks_of(self._parts), 0
         for chunk in chunks:
             has_room = self._connection.write(chunk)
@@ -207,23 +199,14 @@ class _Upload:
         now = self._loop.time()
         self._patience.moved(now, num_bytes)
         self._progress.moved(num_bytes)
-        if self._is_metered:
-            self._meter.moved(now, num_bytes)
 
     def _finished(self) -> None:
-        self._end_metering()
         self._patience.shut(self._loop.time())
         self.is_complete = True
 
     async def close(self) -> None:
         if self._task is not None:
             await cancel(self._task)
-        self._end_metering()
-
-    def _end_metering(self) -> None:
-        if self._is_metered:
-            self._is_metered = False
-            self._meter.closed(self._loop.time())
 
 
 async def _has_ended(body: Body) -> bool:

@@ -7,10 +7,8 @@ Owns flow control in both directions. Must not know HTTP or messages. A body goe
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import socket
 import struct
-import termios
 from collections.abc import Callable
 
 from swarm.net.http_heads import BadHead
@@ -20,6 +18,7 @@ from swarm.wire.framing import Buffer
 INPUT_BYTES = 16 * 2**10
 #: One turn of the event loop writes about this much at most: a fraction of a millisecond.
 TURN_BYTES = 2**20
+_TCP_INFO_BYTES, _TCP_INFO_ACKED = 136, 120
 
 
 def _ignore(num_bytes: int) -> None:
@@ -45,6 +44,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._is_full = False
         self._written = 0
+        self._carried = (0, 0)
         self._reading_paused = False
         self._loop = asyncio.get_running_loop()
         #: Why there is nothing more to come; None while the connection stands.
@@ -237,17 +237,17 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes that were written and that the other end has not acknowledged; 0 if the system does not tell."""
+    def carried(self) -> tuple[int, int]:
+        """Bytes that were sent and acknowledged, and received, since the last look; none if the system does not tell."""
         if self.lost is not None or self._transport is None:
-            return 0
-        sock = self._transport.get_extra_info("socket")
-        try:
-            queued = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))[0]
-        except (OSError, ValueError):
-            return 0
-        return queued + self._transport.get_write_buffer_size()
+            return 0, 0
+        sock, before = self._transport.get_extra_info("socket"), self._carried
+        try:  # tcpi_bytes_acked and tcpi_bytes_received of Linux's tcp_info
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            self._carried = struct.unpack_from("QQ", info, _TCP_INFO_ACKED)
+        except (OSError, AttributeError, struct.error):
+            return 0, 0
+        return self._carried[0] - before[0], self._carried[1] - before[1]
 
     def impatient(self, moving_s: float) -> None:
         """Have the kernel end a connection whose other end takes nothing for `moving_s` (dead, stopped or cut off)."""

@@ -14,7 +14,6 @@ from swarm.net.exchange import Patience
 from swarm.net.http_connection import Connection
 from swarm.net.http_heads import CHUNK_LINE_END, MAX_CHUNK_LINE_BYTES, BadHead, chunk_line, parse_chunk_line
 from swarm.net.transport import Progress, pageable
-from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import PREFIX, Frame, Prefix, decode_header, decode_prefix, split_body
 from swarm.wire.messages import Heartbeat
 
@@ -92,9 +91,8 @@ class FrameReader:
 
     def __init__(
         self, source: Source, patience: Patience, progress: Progress, *, max_body_bytes: int,
-        allocate: Callable[[int], memoryview], meter: Meter,
+        allocate: Callable[[int], memoryview],
     ) -> None:  # fmt: skip
-        self._meter = meter
         self._source = source
         self._patience = patience
         self._progress = progress
@@ -124,12 +122,7 @@ class FrameReader:
         counts = size > MAX_HEARTBEAT_BYTES
         if counts:
             self._patience.open(self._loop.time())
-            self._meter.opened(self._loop.time())
-        try:
-            frame = await self._rest(prefix, counts)
-        finally:
-            if counts:
-                self._meter.closed(self._loop.time())
+        frame = await self._rest(prefix, counts)
         if whole is not None or counts:
             self._patience.shut(self._loop.time())
         return frame
@@ -150,7 +143,6 @@ class FrameReader:
         now = self._loop.time()
         self._patience.moved(now, num_bytes)
         self._progress.moved(num_bytes)
-        self._meter.moved(now, num_bytes)
 
     def _ignored(self, num_bytes: int) -> None:
         """A heartbeat's bytes are no movement."""

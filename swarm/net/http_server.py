@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from swarm.base.errors import RemoteProtocolError
 from swarm.net.exchange import (
-    CHUNK_BYTES,
     MOVING_BYTES,
     Admission,
     Patience,
@@ -37,7 +36,6 @@ from swarm.net.http_heads import (
     response_head,
 )
 from swarm.net.transport import Handler, Progress
-from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import PREFIX, Frame
 from swarm.wire.messages import Heartbeat, Refusal
 
@@ -78,20 +76,17 @@ class HttpServer:
 
     def __init__(
         self, handler: Handler, admission: Admission, limits: ServerLimits, *, allocate: Callable[[int], memoryview],
-        upload: Meter, download: Meter,
     ) -> None:  # fmt: skip
         self._handler = handler
         self._admission = admission
         self._limits = limits
         self._allocate = allocate
-        self._upload, self._download = upload, download
         self._listener: asyncio.Server | None = None
         self._callers: dict[_Caller, None] = {}
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of answers that were written and not acknowledged yet."""
-        return sum(caller.unsent_bytes for caller in self._callers)
+    def carried(self) -> list[tuple[int, int]]:
+        """Bytes that each connection has sent and received since the last look."""
+        return [caller.carried() for caller in self._callers]
 
     async def start(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -140,7 +135,7 @@ class HttpServer:
 
     async def _serve_one(self, caller: _Caller, is_first: bool) -> bool:
         """One request; whether another may follow."""
-        reply = _Reply(caller, self._limits.moving_s, self._upload)
+        reply = _Reply(caller, self._limits.moving_s)
         try:
             head = await self._head(caller, is_first)
             await self._answer(caller, head, reply)
@@ -178,7 +173,6 @@ class HttpServer:
             patience = Patience(stall_s=self._limits.moving_s, window_s=self._limits.moving_s)
             reader = FrameReader(
                 caller, patience, progress, max_body_bytes=self._admission.max_body_bytes, allocate=self._allocate,
-                meter=self._download,
             )  # fmt: skip
             received = asyncio.Event()
             loop = asyncio.get_running_loop()
@@ -240,9 +234,8 @@ class _Caller(Connection):
 class _Reply:
     """The answer to one request; its HTTP head leaves with the first frame."""
 
-    def __init__(self, caller: Connection, moving_s: float, meter: Meter) -> None:
+    def __init__(self, caller: Connection, moving_s: float) -> None:
         self._caller = caller
-        self._meter = meter
         self._moving_s = moving_s
         self._has_begun = False
 
@@ -256,15 +249,7 @@ class _Reply:
             TimeoutError: if the caller takes less than 16 KiB in `moving_s`.
             ConnectionError: it has gone.
         """
-        loop, answer = asyncio.get_running_loop(), [*self._begin(status), *framed(parts), memoryview(LAST_CHUNK)]
-        if sum(len(part) for part in parts) < CHUNK_BYTES:
-            await self._write(answer)
-            return
-        self._meter.opened(loop.time())
-        try:
-            await self._write(answer, lambda num_bytes: self._meter.moved(loop.time(), num_bytes))
-        finally:
-            self._meter.closed(loop.time())
+        await self._write([*self._begin(status), *framed(parts), memoryview(LAST_CHUNK)])
 
     def _begin(self, status: int) -> list[memoryview]:
         if self._has_begun:
@@ -272,8 +257,7 @@ class _Reply:
         self._has_begun = True
         return [memoryview(response_head(status))]
 
-    async def _write(self, parts: Sequence[memoryview], moved: Callable[[int], None] = lambda num_bytes: None) -> None:
+    async def _write(self, parts: Sequence[memoryview]) -> None:
         for chunk in chunks_of(parts):
             async with asyncio.timeout(self._moving_s * (1 + len(chunk) / MOVING_BYTES)):
                 await self._caller.send(chunk)
-            moved(len(chunk))

@@ -37,6 +37,8 @@ from swarm.wire.messages import Heartbeat, Refusal
 
 #: A transfer over a link of limited bandwidth is counted in pieces that take this long.
 _SLICE_S = 0.25
+#: Transfers that share a line take turns with pieces of this size.
+_LINE_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,14 @@ class Link:
     latency_s: float
     jitter_s: float
     bytes_per_s: float
+
+
+class _Line:
+    """One direction of a peer's own line: all its transfers share the rate."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.free_at = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -113,6 +123,8 @@ class MemoryNetwork:
         self._links: dict[tuple[Address, Address], Link] = {}
         self._transports: list[MemoryTransport] = []
         self._listening: dict[Address, MemoryTransport] = {}
+        #: Out of a peer and into it, by its address.
+        self._lines: dict[Address, tuple[_Line, _Line]] = {}
         self._cuts: dict[tuple[Address, Address], None] = {}
         self._paused: dict[Address, None] = {}
         self._changed = asyncio.Event()
@@ -139,6 +151,10 @@ class MemoryNetwork:
         )
         for pair in _pairs(a, b, one_way):
             self._links[pair] = link
+
+    def line(self, address: Address, *, up: float, down: float) -> None:
+        """Give a peer a line of its own (bytes per second out and in), which all its transfers share, besides the links."""
+        self._lines[address] = (_Line(up), _Line(down))
 
     def cut(self, a: Address, b: Address, *, one_way: bool = False) -> None:
         """Let nothing pass from `a` to `b` and, unless `one_way`, back. What is on its way arrives after `heal`."""
@@ -299,24 +315,26 @@ class MemoryNetwork:
         if source != sender.address:
             sender, receiver = receiver, sender
         loop = asyncio.get_running_loop()
-        meters = (sender.upload, receiver.download) if math.isfinite(link.bytes_per_s) else ()
+        lines = [ways[k] for k, address in enumerate((source, target)) if (ways := self._lines.get(address)) is not None]
+        is_limited = bool(lines) or math.isfinite(link.bytes_per_s)
         exchange.transfer(True)
-        for meter in meters:
-            meter.opened(loop.time())
         left = num_bytes
-        try:
-            while left > 0:
-                piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
-                await asyncio.sleep(piece / link.bytes_per_s)
-                await self._passable(source, target)
-                if target not in self._paused:
-                    exchange.moved(piece)
-                for meter in meters:
-                    meter.moved(loop.time(), piece)
-                left -= piece
-        finally:
-            for meter in meters:
-                meter.closed(loop.time())
+        while left > 0:
+            piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
+            if lines:
+                piece = min(piece, _LINE_BYTES)
+            done_at = loop.time() + piece / link.bytes_per_s
+            for line in lines:
+                line.free_at = max(loop.time(), line.free_at) + piece / line.bytes_per_s
+                done_at = max(done_at, line.free_at)
+            await asyncio.sleep(done_at - loop.time())
+            await self._passable(source, target)
+            if target not in self._paused:
+                exchange.moved(piece)
+            if is_limited:
+                sender.num_sent += piece
+                receiver.num_received += piece
+            left -= piece
         exchange.transfer(False)
 
     async def _passable(self, source: Address, target: Address) -> None:
@@ -371,7 +389,6 @@ class MemoryTransport(Transport):
         max_inflight_bytes: int = 2 * MAX_BODY_BYTES,
         max_open_requests: int = 1024,
     ) -> None:
-        super().__init__()
         self._network = network
         self._address = address
         self._connect_s = connect_s
@@ -381,6 +398,8 @@ class MemoryTransport(Transport):
             max_body_bytes=max_body_bytes, max_inflight_bytes=max_inflight_bytes, max_open_requests=max_open_requests
         )
         self._handler: Handler | None = None
+        #: Bytes over links and lines of limited rates.
+        self.num_sent = self.num_received = 0
         #: Closed or crashed: it can neither call nor serve.
         self.gone = False
         network.attach(self)
@@ -425,6 +444,9 @@ class MemoryTransport(Transport):
             self._network.hang_up(exchange)
         await self._network.awake(self._address)
         return decode(reply, max_body_bytes=self._max_body_bytes)
+
+    def carried(self) -> tuple[int, int]:
+        return self.num_sent, self.num_received
 
     async def serve(self, exchange: _Exchange, data: bytes) -> bytes:
         """Answer one request that arrived, with heartbeats to its caller until then."""

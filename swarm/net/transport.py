@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 import numpy
 
 from swarm.base.ids import Address
-from swarm.policy.bandwidth import Meter
 from swarm.wire.framing import Frame
 
 
@@ -60,10 +59,9 @@ class Transport(abc.ABC):
     #: Gives writable memory for a body that comes in: a peer whose device copies from pinned memory sets its own.
     allocate: Callable[[int], memoryview] = staticmethod(pageable)
 
-    def __init__(self) -> None:
-        #: What this peer's link carries, measured on the bodies that it sends and receives.
-        self.upload = Meter()
-        self.download = Meter()
+    @abc.abstractmethod
+    def carried(self) -> tuple[int, int]:
+        """Bytes that this peer's link has carried so far, out (and arrived) and in; what cannot be told is not counted."""
 
     @property
     @abc.abstractmethod

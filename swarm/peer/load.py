@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from swarm.peer.link import Link
 from swarm.peer.stage_member import StageMember
 from swarm.stage.versions import state_bytes
 from swarm.wire import messages as m
@@ -15,16 +14,14 @@ class LoadMeter:
     """One peer at one stage.
 
     Args:
-        link: whose transport measures what it carries.
         member: whose work is counted.
         free_bytes: memory that is left for another stage's state; None where nobody can tell.
         flops_per_s: of the device; 0 if not known.
     """
 
     def __init__(
-        self, link: Link, member: StageMember, free_bytes: Callable[[], int] | None, flops_per_s: float
+        self, member: StageMember, free_bytes: Callable[[], int] | None, flops_per_s: float
     ) -> None:
-        self._link = link
         self._member = member
         self._free_bytes = free_bytes
         self._flops_per_s = flops_per_s
@@ -44,8 +41,7 @@ class LoadMeter:
         self._num_bytes += num_bytes
 
     def report(self) -> m.Load:
-        transport = self._link.context.transport
-        measured = [rate for rate in (transport.upload.rate, transport.download.rate) if rate]
+        measured = [meter.rate for meter in (self._member.upload, self._member.download) if meter.rate]
         return m.Load(
             member=self._member.me, elapsed_s=asyncio.get_running_loop().time() - self._began,
             num_tickets=self._num_tickets, busy_s=self.busy_s, queue_s=self._queue_s, num_bytes=self._num_bytes,

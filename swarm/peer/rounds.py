@@ -6,25 +6,26 @@ The round itself is `averaging/all_reduce.py`; what is averaged and what becomes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import torch
 
-from swarm.averaging.all_reduce import Round, RoundFailed
-from swarm.base.errors import RemoteError
+from swarm.averaging.all_reduce import Payload, Round, RoundFailed
+from swarm.base.errors import RemoteError, RemoteProtocolError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
-from swarm.stage.accumulator import is_finite
+from swarm.policy.bandwidth import WINDOW_S, Meter
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.stage.flat import empty_flat
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
-from swarm.wire.framing import Buffer, Frame
+from swarm.wire.compression import AVERAGE_CODECS, decode_tensor, encode_tensor
+from swarm.wire.framing import Frame, buffers_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,13 @@ class Rounds:
         try:
             round_ = await self._round(state, message)
             self._follow(progress, state, round_)
-            async with asyncio.timeout(self._member.config.timing.average_s):
+            async with asyncio.timeout(self._member.config.timing.average_s), self._measured():
                 average = await round_.run(
-                    lambda j, part: self._exchange(message, round_.members[j], part, round_.me, state.exchanged)
+                    lambda j, number, part: self._exchange(message, round_.members[j], number, part, state.exchanged)
                 )
         except RoundFailed as failure:
+            for fault in state.round.blamed.values() if state.round is not None else ():
+                logger.error("step %d: %s", message.step, fault)
             self._leave_round(state, message.term)
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
         except TimeoutError:
@@ -62,9 +65,6 @@ class Rounds:
             return m.Reduced(reason=f"no average within {self._member.config.timing.average_s:g} s")
         if ledger.term.order != message.term.order or ledger.state != "averaging":
             return m.Reduced(reason="a newer attempt began")
-        transport = self._link.context.transport
-        transport.upload.end_round()
-        transport.download.end_round()
         # Invariant: the average is held before the leader hears of it.
         state.average = average
         ledger.move("hold")
@@ -75,6 +75,29 @@ class Rounds:
         progress.follow(lambda: round_.num_parts)
         progress.follow(lambda: self._member.background.finished)
         progress.follow(lambda: state.exchanged.num_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _measured(self) -> AsyncIterator[None]:
+        """Measure what the link carries in a round."""
+        carried, now = self._link.context.transport.carried, asyncio.get_running_loop().time
+        meters = (self._member.upload, self._member.download)
+
+        def each(what: Callable[[Meter, float, int], None]) -> None:
+            for meter, total in zip(meters, carried(), strict=True):
+                what(meter, now(), total)
+
+        async def sample() -> None:
+            while True:
+                await asyncio.sleep(WINDOW_S / 2)
+                each(Meter.sample)
+
+        each(Meter.begin_round)
+        sampling = asyncio.ensure_future(sample())
+        try:
+            yield
+            each(Meter.end_round)
+        finally:
+            sampling.cancel()
 
     def _leave_round(self, state: StepState, term: m.Term) -> None:
         ledger = state.accumulator.ledger
@@ -99,7 +122,8 @@ class Rounds:
             state.round = Round(
                 message.term, message.seals, self._member.me.key, contribution,
                 num_elements=self._member.compute.layout.num_elements, dtype=self._member.compute.master_dtype,
-                shares=message.shares, run_job=self._in_background,
+                shares=message.shares, codec=AVERAGE_CODECS[self._member.config.average_compression],
+                run_job=self._in_background,
             )  # fmt: skip
         except ValueError as error:
             raise RoundFailed(str(error)) from None
@@ -110,24 +134,20 @@ class Rounds:
         return (await self._member.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
-        self, message: m.Reduce, target: m.Member, part: torch.Tensor | None, me: int, exchanged: Progress
-    ) -> torch.Tensor:
+        self, message: m.Reduce, target: m.Member, number: int, part: Payload | None, exchanged: Progress
+    ) -> Payload:
+        specs, buffers = buffers_of([part] if part is not None else [])
         request = m.Slice(
-            run=message.run, stage=self._member.stage, step=message.step, term=message.term, member=self._member.me, index=me
-        )
-        buffers: tuple[Buffer, ...] = ()
-        if part is not None:
-            spec, buffer = encode_tensor("slice", part, "raw", "state")
-            request, buffers = request.model_copy(update={"tensors": (spec,)}), (buffer,)
+            run=message.run, stage=self._member.stage, step=message.step, term=message.term, member=self._member.me,
+            number=number, tensors=specs,
+        )  # fmt: skip
         timing = self._member.config.timing
         _, frame = await self._link.ask(
             target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
         )
-        reduced = decode_tensor(frame.message.tensors[0], frame.buffers[0])
-        if not is_finite(reduced):
-            logger.error("step %d: a reduced slice from %s is not finite", message.step, target.peer[:8])
-            raise RoundFailed("a reduced slice is not finite", [target])
-        return reduced
+        if len(frame.buffers) != 1:
+            raise RemoteProtocolError("a reduced chunk is one tensor")
+        return frame.message.tensors[0], frame.buffers[0]
 
     async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
@@ -147,21 +167,14 @@ class Rounds:
         index = round_.index_of(message.member)
         if index is None or index == round_.me:
             raise Refuse("not_member", "the sender is not sealed in this attempt")
-        part = None
-        if message.tensors:
-            part = decode_tensor(message.tensors[0], frame.buffers[0])
-            if part.shape != (round_.slice_elements,) or part.dtype != self._member.compute.master_dtype:
-                raise Refuse("bad_request", f"slice has {tuple(part.shape)} elements, not {round_.slice_elements}")
-            if not is_finite(part):
-                logger.error("step %d: a slice from %s is not finite", message.step, message.member.peer[:8])
-                round_.fail(RoundFailed("a slice is not finite", [message.member]))
-                raise Refuse("non_finite", "the slice holds NaN or Inf, or numbers as good as infinite")
+        part = (message.tensors[0], frame.buffers[0]) if message.tensors else None
         self._follow(progress, state, round_)
         try:
-            reduced = await round_.reduce(index, part)
+            spec, buffer = await round_.reduce(index, message.number, part)
         except RoundFailed as failure:
             raise Refuse("failed", str(failure)) from None
-        spec, buffer = encode_tensor("slice", reduced, "raw", "state")
+        except ValueError as error:
+            raise Refuse("bad_request", str(error)) from None
         return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))
 
     async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:

@@ -22,6 +22,7 @@ from swarm.lifecycle.coverage import stage_result
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
+from swarm.policy.bandwidth import Meter
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
@@ -107,6 +108,8 @@ class StageMember:
         self.last_averages: deque[tuple[int, Average]] = deque(maxlen=KEPT_AVERAGES)
         #: Copies an average from one of its holders; see `rounds.py`.
         self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
+        #: What this peer's link carries, measured by `rounds.py`.
+        self.upload, self.download = Meter(), Meter()
         self.commit_lock = asyncio.Lock()
         #: Called after each record was applied or queued, in order.
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []
@@ -248,10 +251,7 @@ class StageMember:
             state.round = None
         if state.average is not None:
             state.average, state.overtaken = None, state.average
-        transport = self.context.transport
-        return m.Collected(
-            seal=seal, upload=transport.upload.rate, download=transport.download.rate, load=self.load()
-        )
+        return m.Collected(seal=seal, upload=self.upload.rate, download=self.download.rate, load=self.load())
 
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)

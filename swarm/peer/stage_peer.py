@@ -108,7 +108,7 @@ class StagePeer:
         self.member = StageMember(self.link, stage, compute, self._executor, self._background, self._storage, self._tasks)
         if before is not None:
             self.member.succeed(before)
-        self.meter = LoadMeter(self.link, self.member, self._free_bytes, self._flops_per_s)
+        self.meter = LoadMeter(self.member, self._free_bytes, self._flops_per_s)
         Rounds(self.link, self.member)
         self.leader = StageLeader(self.link, self.member)
         self.membership = membership = Membership(self.link, self.member)
@@ -130,8 +130,8 @@ class StagePeer:
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,
-                "upload_bytes_per_s": round(self.context.transport.upload.rate or 0),
-                "download_bytes_per_s": round(self.context.transport.download.rate or 0),
+                "upload_bytes_per_s": round(member.upload.rate or 0),
+                "download_bytes_per_s": round(member.download.rate or 0),
                 "shares": self.leader.shares.reason,
                 "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
                 "state_digest": member.state_digest[:16],

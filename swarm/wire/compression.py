@@ -1,9 +1,12 @@
-"""Tensor <-> payload. Owns the codecs (raw, fp16, bf16, 8-bit); must not know messages, sockets or who computes.
+"""Tensor <-> payload. Owns the codecs (raw, 16-bit, 8-bit); must not know messages, sockets or who computes.
 
 * `raw`: the elements as they lie in memory (little-endian), 1 to 8 bytes each; integers and bools are always raw.
 * `fp16`, `bf16`: two bytes an element.
 * `8bit`: blockwise dynamic 8-bit code of bitsandbytes (Dettmers et al. 2022, section 2): one code for each element,
   then one fp32 scale for each `BLOCK_SIZE` elements.
+* `int8`, `scaled16`: 8-bit integers, or fp16 numbers of at most 1, in units of one fp32 step for each `BLOCK_SIZE`
+  elements: `value = code * step`. For sums of gradients: fp16 alone would overflow at 65504 and lose what is below 6e-8,
+  and equal steps take an eighth of the time of the 8-bit code above.
 
 A decoded tensor has the dtype that its spec names. A lossy codec refuses a value that it would turn into an infinity,
 but the 8-bit code turns NaN into a number: callers check `require_finite` *before* encoding.
@@ -29,6 +32,8 @@ Role = Literal["input", "label", "grad", "state"]
 
 #: `RunConfig.compression` -> codec of activations and their gradients.
 CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "8bit"}
+#: `RunConfig.average_compression` -> codec of the slices of averages.
+AVERAGE_CODECS: dict[str, Codec] = {"none": "raw", "fp16": "scaled16", "bf16": "bf16", "8bit": "8bit", "int8": "int8"}
 
 _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -39,6 +44,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 #: The 8-bit code of 0.0.
 _ZERO_CODE = 127
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Codecs that count in steps: the type of a code, and the largest code.
+_STEPS = {"int8": (torch.int8, 127.0), "scaled16": (torch.float16, 1.0)}
+_STORED = {**_HALVES, **{codec: dtype for codec, (dtype, _) in _STEPS.items()}}
+#: A block whose largest value is below this is all zeros: fp32 has no such step.
+_NOTHING = 1e-30
 
 
 class NonFinite(RemoteError):
@@ -106,7 +116,9 @@ def code_tensor(
     coded, watched = flat, None
     if codec == "8bit" and flat.numel():
         coded, watched = _quantize(flat)
-    elif codec != "raw":
+    elif codec in _STEPS and flat.numel():
+        coded, watched = _in_steps(flat, codec)
+    elif codec not in ("raw", "8bit", *_STEPS):
         coded = watched = flat.to(_HALVES.get(codec, flat.dtype))
     return spec, coded.contiguous().view(torch.uint8), watched
 
@@ -125,7 +137,7 @@ def decode_tensor(spec: TensorSpec, buffer: Buffer, device: torch.device | str =
         raise RemoteProtocolError(f"tensor {spec.name}: {data.nbytes} bytes, its spec says {spec.num_bytes}")
     if spec.num_elements == 0:
         return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
-    stored = 1 if spec.codec == "8bit" else _HALVES.get(spec.codec, _DTYPES[spec.dtype]).itemsize
+    stored = 1 if spec.codec == "8bit" else _STORED.get(spec.codec, _DTYPES[spec.dtype]).itemsize
     return decode_coded(spec, _as_tensor(np.frombuffer(data, dtype=np.uint8), alignment=stored).to(device))
 
 
@@ -134,6 +146,8 @@ def decode_coded(spec: TensorSpec, coded: torch.Tensor) -> torch.Tensor:
     dtype = _DTYPES[spec.dtype]
     if spec.codec == "8bit":
         flat = _dequantize(coded, spec.num_elements).to(dtype)
+    elif spec.codec in _STEPS:
+        flat = _from_steps(coded, spec.num_elements, spec.codec).to(dtype)
     elif dtype == torch.bool:  # a byte other than 0 and 1 is no bool to torch: normalise instead of viewing
         flat = coded != 0
     else:
@@ -146,6 +160,45 @@ def _as_tensor(payload: np.ndarray, *, alignment: int) -> torch.Tensor:
     if not payload.flags.writeable or payload.ctypes.data % alignment:
         payload = payload.copy()
     return torch.from_numpy(payload)
+
+
+def _blocks(flat: torch.Tensor) -> list[torch.Tensor]:
+    """`flat` [n] as [num_blocks, BLOCK_SIZE] and, if it is left over, one shorter block [1, rest]."""
+    whole = flat.numel() // BLOCK_SIZE * BLOCK_SIZE
+    parts = [flat[:whole].view(-1, BLOCK_SIZE), flat[whole:].view(1, -1)]
+    return [part for part in parts if part.numel()]
+
+
+def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, then steps, as uint8; and the steps."""
+    dtype, largest = _STEPS[codec]
+    flat = flat.float().contiguous()
+    codes = torch.empty(flat.shape, dtype=dtype, device=flat.device)
+    steps = []
+    for values, out in zip(_blocks(flat), _blocks(codes), strict=True):
+        top = values.abs().amax(dim=1)
+        is_zero = top < _NOTHING  # false for NaN, which the steps show
+        steps.append(torch.where(is_zero, 0.0, top / largest))
+        scaled = values * torch.where(is_zero, 0.0, largest / top).unsqueeze(1)
+        out.copy_(scaled.round_() if dtype == torch.int8 else scaled)
+    step = torch.cat(steps)
+    return torch.cat([codes.view(torch.uint8), step.view(torch.uint8)]), step
+
+
+def _from_steps(coded: torch.Tensor, num_elements: int, codec: str) -> torch.Tensor:
+    dtype = _STEPS[codec][0]
+    end = num_elements * dtype.itemsize
+    steps = coded[end:].clone().view(torch.float32)  # the copy is aligned
+    flat = coded[:end].view(dtype).float()
+    for values, step in zip(_blocks(flat), _blocks_of_steps(steps, num_elements), strict=True):
+        values.mul_(step.unsqueeze(1))
+    return flat
+
+
+def _blocks_of_steps(steps: torch.Tensor, num_elements: int) -> list[torch.Tensor]:
+    """The steps of the parts that `_blocks` makes."""
+    whole = num_elements // BLOCK_SIZE
+    return [part for part in (steps[:whole], steps[whole:]) if part.numel()]
 
 
 def _quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

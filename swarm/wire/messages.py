@@ -28,7 +28,7 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-Codec = Literal["raw", "fp16", "bf16", "8bit"]
+Codec = Literal["raw", "fp16", "bf16", "8bit", "int8", "scaled16"]
 
 PeerIdField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 IncarnationField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -68,8 +68,10 @@ class TensorSpec(Part):
         n = self.num_elements
         if self.codec == "raw":
             return n * DTYPE_BYTES[self.dtype]
-        if self.codec == "8bit":
+        if self.codec in ("8bit", "int8"):
             return n + 4 * math.ceil(n / BLOCK_SIZE)
+        if self.codec == "scaled16":
+            return 2 * n + 4 * math.ceil(n / BLOCK_SIZE)
         return 2 * n
 
     @model_validator(mode="after")
@@ -491,9 +493,9 @@ class Reduced(Message):
 
 
 class Slice(Message):
-    """One member's slice `index` of its gradient sum, for the member that reduces it: answered by `ReducedSlice`.
+    """One chunk of a slice of a member's gradient sum, for the member that reduces it: answered by `ReducedSlice`.
 
-    The body is the slice, or empty if the sender's ledger is.
+    The body is chunk `number` of the slice, or empty if the sender's ledger is.
     """
 
     kind: Literal["slice"] = "slice"
@@ -502,11 +504,11 @@ class Slice(Message):
     step: StepField
     term: Term
     member: Member
-    index: Annotated[int, Field(ge=0, lt=MAX_MEMBERS)]
+    number: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 class ReducedSlice(Message):
-    """The sum of all members' slices."""
+    """The sum of all members' chunks."""
 
     kind: Literal["reduced_slice"] = "reduced_slice"
 

@@ -470,8 +470,9 @@ class Simulation:
         self.dht_network.isolate(node.address)
 
     def rejoin(self, node: Node) -> None:
-        for other in self.nodes.values():
-            self.network.heal(node.address, other.address)
+        for a, b in list(self.network._cuts):  # also from those that died meanwhile, and may return to their address
+            if node.address in (a, b):
+                self.network.heal(a, b, one_way=True)
         self.dht_network.heal([node.address])
 
     def partition(self, names: list[str]) -> None:
@@ -482,9 +483,8 @@ class Simulation:
         self.dht_network.isolate(*(self.nodes[n].address for n in names))
 
     def heal_partition(self) -> None:
-        for a in self.nodes.values():
-            for b in self.nodes.values():
-                self.network.heal(a.address, b.address)
+        for a, b in list(self.network._cuts):
+            self.network.heal(a, b, one_way=True)
         self.dht_network.heal()
 
     def hang(self, node: Node) -> None:

@@ -44,3 +44,14 @@ def test_same_as_one_process_in_fp32():
     losses, parameters, _ = run_swarm(config)
     assert losses == pytest.approx(plain.losses, rel=1e-5)
     assert parameters.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("codec", "distance"), [("fp16", 2e-4), ("bf16", 2e-3), ("8bit", 2e-2), ("int8", 2e-2)])
+def test_replicas_identical_and_close_to_one_process_with_compressed_averages(codec, distance):
+    config = small_config(total_steps=6, precision="fp32", average_compression=codec)
+    plain = one_process(config)
+    losses, parameters, replicas = run_swarm(config, peers_per_stage=3)
+    assert losses == pytest.approx(plain.losses, rel=distance)
+    assert 0 < float((parameters - plain.parameters).norm() / plain.parameters.norm()) < distance * 5
+    for stage in replicas:
+        assert len(set(stage)) == 1, f"replicas differ: {stage}"

@@ -9,12 +9,12 @@ from simulation import Simulation, SmallFactory, small_config
 from swarm.base.virtual_time import run_virtual
 from swarm.wire import messages as m
 
-ELEMENTS = 2**20
-STEPS = 6
+ELEMENTS = 2**19
+STEPS = 9
 
 
 class _Padded(SmallFactory):
-    """The small model with a parameter that nothing uses: averages of 8 MiB."""
+    """The small model with a parameter that nothing uses: averages of 4 MiB."""
 
     def build(self, stage: int) -> torch.nn.Module:
         module = super().build(stage)
@@ -25,17 +25,16 @@ class _Padded(SmallFactory):
 def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
     async def main() -> None:
         config = small_config(num_stages=1, total_steps=STEPS)
-        simulation = Simulation(config, factory=_Padded(1), bytes_per_s=40e6)
+        simulation = Simulation(config, factory=_Padded(1))
         reduces = Log(simulation, kind(m.Reduce))
         await simulation.start(peers_per_stage=4)
         slow = simulation.nodes["stage0.3"]
         for node in simulation.nodes.values():
-            if node is not slow:
-                simulation.network.link(slow.address, node.address, bytes_per_s=4e6)
+            if node.name.startswith("stage"):
+                rate = 5e5 if node is slow else 5e6
+                simulation.network.line(node.address, up=rate, down=rate)
         await committed(simulation, 3)
-        for node in simulation.nodes.values():  # its line becomes as good as the others'
-            if node is not slow:
-                simulation.network.link(slow.address, node.address, bytes_per_s=40e6)
+        simulation.network.line(slow.address, up=5e6, down=5e6)  # as good as the others'
         await simulation.finish()
         shares: dict[int, dict[str, int]] = {}
         for call in reduces.calls:
@@ -46,7 +45,7 @@ def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
         total = sum(shares[0].values())
         assert max(shares[0].values()) - min(shares[0].values()) <= 1, "nothing was measured yet"
         assert shares[1][peer] < 0.05 * total, f"measured, the slow peer reduces little: {shares[1]}"
-        assert shares[2] == shares[1], "nothing drifted, so nothing changes"
+        assert shares[2][peer] < 0.05 * total, f"and in the next round: {shares[2]}"
         assert shares[STEPS - 1][peer] > 0.05 * total, f"its line is good again: {shares[STEPS - 1]}"
         assert all(len(heads) == 1 for heads in simulation.heads.values())
         digests = {p.member.state_digest for p in simulation.stage_peers(0)}

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.averaging.all_reduce import Average, Round, RoundFailed
+from swarm.averaging.all_reduce import WINDOW, Average, Exchange, Payload, Round, RoundFailed
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
 from swarm.lifecycle.step import Entry
+from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
+from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.messages import Member, Seal, Term
 
 torch.set_num_threads(1)
@@ -35,29 +38,44 @@ def seals(num: int) -> list[Seal]:
     return [Seal(member=member(number), head="c" * 64) for number in range(num)]
 
 
-def make_rounds(contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype) -> list[Round]:
+def make_rounds(
+    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype, **options: Any
+) -> list[Round]:
     names = seals(len(contributions))
     return [
-        Round(TERM, names, names[i].member.key, contribution, num_elements=num_elements, dtype=dtype)
+        Round(TERM, names, names[i].member.key, contribution, num_elements=num_elements, dtype=dtype, **options)
         for i, contribution in enumerate(contributions)
     ]
 
 
+def payload(tensor: torch.Tensor, codec: str = "raw") -> Payload:
+    return encode_tensor("slice", tensor, codec, "state")  # type: ignore[arg-type]
+
+
+def on_the_wire(sent: Payload) -> Payload:
+    """The same bytes in another place."""
+    return sent[0], bytearray(sent[1])
+
+
+def decoded(received: Payload) -> torch.Tensor:
+    return decode_tensor(*received)
+
+
 def exchange_of(
     rounds: list[Round], me: int, *, rng: random.Random, fault: Fault | None = None
-) -> Callable[[int, torch.Tensor | None], Awaitable[torch.Tensor]]:
+) -> Exchange:
     """Direct calls that take random times; what a member's round fails with reaches its callers as a refusal."""
 
-    async def exchange(j: int, part: torch.Tensor | None) -> torch.Tensor:
+    async def exchange(j: int, number: int, part: Payload | None) -> Payload:
         await asyncio.sleep(rng.uniform(0.0, 0.1))
         if fault is not None:
             await fault(me, j)
         try:
-            reduced = await rounds[j].reduce(me, None if part is None else part.clone())
+            reduced = await rounds[j].reduce(me, number, None if part is None else on_the_wire(part))
         except RoundFailed as failure:
             raise RemoteRefused("failed", str(failure)) from None
         await asyncio.sleep(rng.uniform(0.0, 0.1))
-        return reduced.clone()
+        return on_the_wire(reduced)
 
     return exchange
 
@@ -74,10 +92,11 @@ async def run_all(
 
 
 def averages(
-    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> list[Average]:
+    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0,
+    **options: Any,
+) -> list[Average]:  # fmt: skip
     async def main() -> list[Average | BaseException]:
-        return await run_all(make_rounds(contributions, num_elements, dtype), seed=seed)
+        return await run_all(make_rounds(contributions, num_elements, dtype, **options), seed=seed)
 
     results = run_virtual(main())
     for result in results:
@@ -95,16 +114,17 @@ def plain_sum(contributions: list[torch.Tensor | None], num_elements: int, dtype
 
 @settings(deadline=None, max_examples=60)
 @given(
-    holds=st.lists(st.booleans(), min_size=1, max_size=6), num_elements=st.integers(0, 23), seed=st.integers(0, 99),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
+    holds=st.lists(st.booleans(), min_size=1, max_size=6), num_elements=st.integers(0, 40), seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.float64]), chunk_elements=st.integers(1, 9), weights=st.randoms(),
 )  # fmt: skip
 def test_every_member_ends_on_the_bits_of_the_plain_sum(
-    holds: list[bool], num_elements: int, seed: int, dtype: torch.dtype
+    holds: list[bool], num_elements: int, seed: int, dtype: torch.dtype, chunk_elements: int, weights: random.Random
 ) -> None:
-    """Also with one member, one element, fewer elements than members, and members with an empty ledger."""
+    """Also with one member, one element, fewer elements than members, unequal shares, and members with an empty ledger."""
+    shares = hagenbach_bischoff(num_elements, [weights.random() + 1e-9 for _ in holds])
     generator = torch.Generator().manual_seed(seed)
     contributions = [torch.randn(num_elements, generator=generator, dtype=dtype) if held else None for held in holds]
-    results = averages(contributions, num_elements, dtype, seed)
+    results = averages(contributions, num_elements, dtype, seed, chunk_elements=chunk_elements, shares=shares)
     expected = plain_sum(contributions, num_elements, dtype)
     for result in results:
         assert result.flat.dtype == dtype
@@ -112,6 +132,31 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
         assert result.digest == digest_of([expected])
         assert result.sum_squares == pytest.approx(float(expected.double().square().sum()), rel=1e-12)
     assert len({(r.digest, r.sum_squares) for r in results}) == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num=st.integers(2, 5), num_elements=st.integers(1, 60), seed=st.integers(0, 99), chunk_elements=st.integers(1, 20),
+    codec=st.sampled_from(["scaled16", "bf16", "8bit", "int8"]),
+)  # fmt: skip
+def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
+    num: int, num_elements: int, seed: int, chunk_elements: int, codec: str
+) -> None:
+    """The twin: each chunk rounded by everyone but its reducer, summed in order, and rounded once more."""
+    generator = torch.Generator().manual_seed(seed)
+    contributions: list[torch.Tensor | None] = [torch.randn(num_elements, generator=generator) for _ in range(num)]
+    results = averages(contributions, num_elements, seed=seed, chunk_elements=chunk_elements, codec=codec)
+    expected = torch.empty(num_elements)
+    for j, (first, last) in enumerate(bounds(hagenbach_bischoff(num_elements, [1.0] * num))):
+        for start in range(first, last, chunk_elements):
+            end = min(start + chunk_elements, last)
+            total = torch.zeros(end - start)
+            for i, contribution in enumerate(contributions):
+                part = contribution[start:end]  # type: ignore[index]
+                total = total + (part if i == j else decoded(payload(part, codec)))
+            expected[start:end] = decoded(payload(total, codec))
+    assert len({result.digest for result in results}) == 1, "replicas_identical"
+    assert torch.equal(results[0].flat, expected)
 
 
 def test_the_order_of_the_sum_is_that_of_the_members_and_not_of_arrival() -> None:
@@ -150,11 +195,79 @@ def test_a_repeated_slice_counts_once() -> None:
 
     async def main() -> None:
         first, second = make_rounds([torch.ones(4), torch.ones(4)], 4, torch.float32)
-        one = await first.reduce(1, torch.full((2,), 5.0))
-        again = await first.reduce(1, torch.full((2,), 7.0))
+        one = decoded(await first.reduce(1, 0, payload(torch.full((2,), 5.0))))
+        again = decoded(await first.reduce(1, 0, payload(torch.full((2,), 7.0))))
         assert torch.equal(one, torch.full((2,), 6.0))
         assert torch.equal(again, one)
         del second
+
+    run_virtual(main())
+
+
+def test_a_part_that_does_not_fit_is_refused_and_does_not_count() -> None:
+    async def main() -> None:
+        first, _ = make_rounds([torch.ones(10)] * 2, 10, torch.float32, chunk_elements=2, shares=[5, 5])
+        for bad in (torch.ones(1), torch.ones(3), torch.ones(2, dtype=torch.float64)):
+            with pytest.raises(ValueError, match="a chunk of 2 elements came as"):
+                await first.reduce(1, 0, payload(bad))
+        with pytest.raises(ValueError, match="this slice has 3 chunks, not 4"):
+            await first.reduce(1, 3, payload(torch.ones(2)))
+        assert torch.equal(decoded(await first.reduce(1, 2, payload(torch.ones(1)))), torch.full((1,), 2.0))
+        assert torch.equal(decoded(await first.reduce(1, 0, payload(torch.ones(2)))), torch.full((2,), 2.0))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("shares", [[3, 3], [4, 4, 4], []])
+def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
+    async def main() -> None:
+        if shares:
+            with pytest.raises(ValueError, match="shares of"):
+                make_rounds([torch.ones(9)] * 3, 9, torch.float32, shares=shares)
+        else:  # none given: equal ones
+            assert len(make_rounds([torch.ones(9)] * 3, 9, torch.float32)) == 3
+
+    run_virtual(main())
+
+
+def test_chunks_come_back_while_later_ones_are_still_being_sent() -> None:
+    """A pipeline: with a link that takes a second for each chunk, and four under way, it is not one after another."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        rounds = make_rounds([torch.ones(64)] * 2, 64, torch.float32, chunk_elements=1)
+        under_way = most = 0
+
+        def exchange(me: int) -> Exchange:
+            async def one(j: int, number: int, part: Payload | None) -> Payload:
+                nonlocal under_way, most
+                under_way += 1
+                most = max(most, under_way)
+                await asyncio.sleep(1.0)
+                reduced = await rounds[j].reduce(me, number, part)
+                under_way -= 1
+                return reduced
+
+            return one
+
+        await asyncio.gather(*(rounds[i].run(exchange(i)) for i in range(2)))
+        assert loop.time() == pytest.approx(32 / WINDOW)
+        assert most <= 2 * WINDOW, "no more than the window is under way"
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_who_sends_no_numbers_is_named(value: float) -> None:
+    async def main() -> None:
+        bad = torch.ones(9)
+        bad[4] = value  # in slice 1
+        rounds = make_rounds([torch.ones(9), torch.ones(9), bad], 9, torch.float32)
+        results = await run_all(rounds)
+        assert all(isinstance(result, RoundFailed) for result in results)
+        assert results[1].suspects == (member(2),)  # type: ignore[union-attr]
+        assert "is not finite" in str(results[1])
+        assert list(rounds[1].blamed) == [member(2).key]
 
     run_virtual(main())
 
@@ -227,14 +340,14 @@ def test_callers_that_wait_get_an_error_at_once_when_a_round_ends() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         (round_, *_) = make_rounds([torch.ones(6)] * 3, 6, torch.float32)
-        waiting = [asyncio.create_task(round_.reduce(index, torch.ones(2))) for index in (1,)]
+        waiting = [asyncio.create_task(round_.reduce(index, 0, payload(torch.ones(2)))) for index in (1,)]
         await asyncio.sleep(1.0)
         assert not waiting[0].done()
         round_.fail(RoundFailed("member 2 is gone", [member(2)]))
         with pytest.raises(RoundFailed, match="member 2 is gone"):
             await waiting[0]
         with pytest.raises(RoundFailed):  # and so do those that come later
-            await round_.reduce(2, torch.ones(2))
+            await round_.reduce(2, 0, payload(torch.ones(2)))
         assert loop.time() == pytest.approx(1.0)
 
     run_virtual(main())
@@ -243,11 +356,11 @@ def test_callers_that_wait_get_an_error_at_once_when_a_round_ends() -> None:
 def test_a_caller_that_gives_up_does_not_end_the_round_for_others() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(6)] * 3, 6, torch.float32)
-        gone = asyncio.create_task(round_.reduce(1, torch.ones(2)))
+        gone = asyncio.create_task(round_.reduce(1, 0, payload(torch.ones(2))))
         await asyncio.sleep(1.0)
         gone.cancel()
         await asyncio.sleep(1.0)
-        assert torch.equal(await round_.reduce(2, torch.ones(2)), torch.full((2,), 3.0))
+        assert torch.equal(decoded(await round_.reduce(2, 0, payload(torch.ones(2)))), torch.full((2,), 3.0))
 
     run_virtual(main())
 
@@ -255,9 +368,9 @@ def test_a_caller_that_gives_up_does_not_end_the_round_for_others() -> None:
 def test_a_finished_round_cannot_fail() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(2)] * 2, 2, torch.float32)
-        reduced = await round_.reduce(1, torch.ones(1))
+        reduced = decoded(await round_.reduce(1, 0, payload(torch.ones(1))))
         round_.fail(RoundFailed("too late"))
-        assert torch.equal(await round_.reduce(1, torch.ones(1)), reduced)
+        assert torch.equal(decoded(await round_.reduce(1, 0, payload(torch.ones(1)))), reduced)
 
     run_virtual(main())
 
@@ -266,7 +379,7 @@ def test_one_that_answers_with_a_refusal_is_not_blamed() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def refused(j: int, part: torch.Tensor | None) -> torch.Tensor:
+        async def refused(j: int, number: int, part: Payload | None) -> Payload:
             raise RemoteRefused("wrong_state", "ledger is open")
 
         async with asyncio.timeout(5.0):  # though the other's slice never comes
@@ -282,10 +395,10 @@ def test_a_slice_of_the_wrong_shape_or_dtype_names_its_sender(bad: torch.Tensor)
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def lies(j: int, part: torch.Tensor | None) -> torch.Tensor:
-            return bad
+        async def lies(j: int, number: int, part: Payload | None) -> Payload:
+            return payload(bad)
 
-        incoming = asyncio.create_task(round_.reduce(1, torch.ones(2)))
+        incoming = asyncio.create_task(round_.reduce(1, 0, payload(torch.ones(2))))
         with pytest.raises(RoundFailed, match="wrong shape") as raised:
             await round_.run(lies)
         assert raised.value.suspects == (member(1),)
@@ -298,7 +411,7 @@ def test_a_bug_in_the_exchange_is_no_ones_suspicion() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def broken(j: int, part: torch.Tensor | None) -> torch.Tensor:
+        async def broken(j: int, number: int, part: Payload | None) -> Payload:
             raise InternalError("ours")
 
         with pytest.raises(InternalError, match="ours"):

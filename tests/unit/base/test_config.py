@@ -15,7 +15,8 @@ OTHER_VALUES: dict[str, object] = {
     "weights_source": "a/b@c", "frozen": ["a.*"], "lora": {"r": 4}, "num_stages": 4, "sequence_length": 65,
     "micro_batch_size": 4, "target_batch_size": 128, "total_steps": 61, "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.9,
     "epsilon": 1e-7, "weight_decay": 0.1, "max_grad_norm": 2.0, "lr_schedule": "linear", "warmup_steps": 6,
-    "min_lr_ratio": 0.2, "precision": "bf16", "compression": "none", "seed": 1, "delay_steps": 1, "dataset": "other",
+    "min_lr_ratio": 0.2, "precision": "bf16", "compression": "none", "average_compression": "int8", "seed": 1,
+    "delay_steps": 1, "dataset": "other",
     "data_digest": "1", "tokenizer_digest": "1", "packing": False, "eval_fraction": 0.2, "eval_every": 1, "eval_samples": 65,
     "checkpoint_every": 21, "checkpoint_copies": 3, "checkpoint_keep": 3, "min_peers_per_stage": 2,
 }  # fmt: skip
@@ -38,6 +39,8 @@ def message_of(data: dict[str, object]) -> str:
         ({"beta2": 1.0}, "beta2"),
         ({"precision": "fp8"}, "precision"),
         ({"compression": "4bit"}, "compression"),
+        ({"average_compression": "4bit"}, "average_compression"),
+        ({"average_compression": "8bit", "precision": "fp64"}, "average_compression '8bit' excludes precision 'fp64'"),
         ({"lr_schedule": "step"}, "lr_schedule"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),

@@ -1,8 +1,7 @@
 """Kill every process of a run at a random moment, again and again: does the run that goes on lose or change anything?
 
 A backbone, 2 stages x 2 peers and a trainer, fp64 without compression, a checkpoint every few steps. Each life ends by
-SIGKILL to all processes at once, at a moment drawn between the first start of a process and long after the first step;
-then all start again with their state directories. Checked: a life goes on at the newest checkpoint that was complete on
+SIGKILL to all processes at once, at a random moment: some while they start, most while they train; then all start again with their state directories. Checked: a life goes on at the newest checkpoint that was complete on
 disk when the one before was killed; every loss it reports equals that of a run left alone, and of one plain process;
 the metrics file holds each step once. Exit code 1 if not.
 """
@@ -35,6 +34,8 @@ from swarm.feed.feed import open_feed  # noqa: E402
 from swarm.stage.checkpoint import find_complete  # noqa: E402
 
 TOLERANCE = 1e-10
+#: This part of the lives ends while its processes start, within this time; the others while they train.
+EARLY, START_S = 0.25, 3.0
 
 
 def newest_checkpoint(state_root: Path) -> int:
@@ -48,18 +49,23 @@ def newest_checkpoint(state_root: Path) -> int:
 async def live_and_die(swarm: RealSwarm, rng: random.Random, longest_s: float) -> dict[str, Any]:
     """One life; says what was on disk before and after, and what it reported."""
     before = newest_checkpoint(swarm.state_root) if swarm.state_root.exists() else 0
-    lasts_s = rng.uniform(0.0, longest_s)
     began = time.monotonic()
     begin = asyncio.ensure_future(swarm.begin())
-    done, _ = await asyncio.wait([begin], timeout=lasts_s)
-    if done:
-        begin.result()
-    await asyncio.sleep(max(0.0, lasts_s - (time.monotonic() - began)))
+    if rng.random() < EARLY:
+        phase = "while it starts"
+        await asyncio.sleep(rng.uniform(0.0, START_S))
+    else:
+        phase = "while it trains"
+        await begin
+        await swarm.step(before + 1)
+        await asyncio.sleep(rng.uniform(0.0, longest_s))
     begin.cancel()
     await asyncio.gather(begin, return_exceptions=True)
+    lasted_s = time.monotonic() - began
     await swarm.kill_all()
     steps = [(line["step"], line["loss"]) for line in swarm.steps]
-    return {"on_disk": before, "lasted_s": lasts_s, "steps": steps, "left_on_disk": newest_checkpoint(swarm.state_root)}
+    left = newest_checkpoint(swarm.state_root)
+    return {"on_disk": before, "lasted_s": lasted_s, "phase": phase, "steps": steps, "left_on_disk": left}
 
 
 def plain_losses(config: RunConfig) -> list[float]:
@@ -123,7 +129,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="times that everyone is killed (default 20)")
     parser.add_argument("--steps", type=int, default=500, help="steps of the run (default 500)")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default 5)")
-    parser.add_argument("--longest", type=float, default=6.0, metavar="S", help="a life ends within this time, in seconds")
+    parser.add_argument("--longest", type=float, default=4.0, metavar="S", help="a life ends within this time after its first step, in seconds")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default 1)")
     options = parser.parse_args()
     facts: dict[str, Any] = {**machine(), "kills": options.kills, "seed": options.seed}

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 #: Without a commit for so long, in seconds, a trainer says what is waited for.
 WAITING_TOLD_S = 3.0
 #: How the coordinator's words begin for what every slow step waits for.
-USUAL_WAITS = ("tickets", "seals", "averages")
+USUAL_WAITS = ("tickets", "seals", "averages", "nothing")
 #: A trainer that leaves waits so long, in seconds, for what it has in flight.
 DRAIN_S = 8.0
 #: A ticket that every peer of a stage failed to compute this often will not succeed.

@@ -1,9 +1,10 @@
 """Kill every process of a run at a random moment, again and again: does the run that goes on lose or change anything?
 
 A backbone, 2 stages x 2 peers and a trainer, fp64 without compression, a checkpoint every few steps. Each life ends by
-SIGKILL to all processes at once, at a random moment: some while they start, most while they train; then all start again with their state directories. Checked: a life goes on at the newest checkpoint that was complete on
-disk when the one before was killed; every loss it reports equals that of a run left alone, and of one plain process;
-the metrics file holds each step once. Exit code 1 if not.
+SIGKILL to all processes at once, at a random moment: some while they start, most while they train; then all start again
+with their state directories. Checked: a life goes on at the newest checkpoint that was complete on disk when the one
+before was killed; every loss it reports equals that of a run left alone, and of one plain process; the metrics file holds
+each step once. Exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -129,7 +130,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="times that everyone is killed (default 20)")
     parser.add_argument("--steps", type=int, default=500, help="steps of the run (default 500)")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default 5)")
-    parser.add_argument("--longest", type=float, default=4.0, metavar="S", help="a life ends within this time after its first step, in seconds")
+    parser.add_argument("--longest", type=float, default=4.0, metavar="S",
+                        help="a life ends within this time after its first step, in seconds")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default 1)")
     options = parser.parse_args()
     facts: dict[str, Any] = {**machine(), "kills": options.kills, "seed": options.seed}

@@ -58,7 +58,7 @@ async def live_and_die(swarm: RealSwarm, rng: random.Random, longest_s: float) -
     else:
         phase = "while it trains"
         await begin
-        await swarm.step(before + 1)
+        await swarm.step(before + 1, within_s=300.0)
         await asyncio.sleep(rng.uniform(0.0, longest_s))
     begin.cancel()
     await asyncio.gather(begin, return_exceptions=True)

@@ -17,7 +17,7 @@ from swarm.base.ids import Address
 from swarm.feed.dotted import is_dotted
 
 #: A process serves within this time, in seconds, on a loaded machine.
-START_S = 60.0
+START_S = 180.0
 
 
 def tiny_config(**changes: Any) -> RunConfig:

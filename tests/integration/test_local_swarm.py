@@ -97,9 +97,9 @@ def test_a_run_finishes_though_a_stage_process_is_killed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("number", "code", "within_s"),
-    [(signal.SIGINT, 130, 5.0), (signal.SIGKILL, -signal.SIGKILL, 10.0)],
+    [(signal.SIGINT, 130, 5.0), (signal.SIGTERM, 143, 5.0), (signal.SIGKILL, -signal.SIGKILL, 10.0)],
 )
-def test_a_stopped_swarm_leaves_no_process_port_or_file(
+def test_case_22_a_stopped_swarm_leaves_no_process_port_or_file(
     number: signal.Signals, code: int, within_s: float, tmp_path: Path
 ) -> None:
     argv = ["--stages", 1, "--peers-per-stage", 1, "--trainers", 1, "--steps", 1000]

@@ -94,18 +94,26 @@ class CausalLMFactory:
             )
         return {name: params[name].detach().cpu().contiguous() for name in wanted}
 
-    def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(
+        self, params: Mapping[str, torch.Tensor], directory: str | os.PathLike[str],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads; an old one stays until the new is whole.
 
         With byte tokens, a `tokenizer.json` that `AutoTokenizer` loads is written too. A run that was trained in fp64
         is loaded with `dtype=torch.float64`; it then differs from the run by the fp32 casts inside transformers.
+
+        Args:
+            params: every parameter.
+            directory: is made if it is missing.
+            buffers: what a checkpoint holds besides.
 
         Raises:
             StorageError: if the directory cannot be written.
             ValueError: see `export_state_dict`.
         """
         write_model(
-            directory, self.export_state_dict(params), self.config, dtype=self._dtype,
+            directory, {**self.export_state_dict(params), **(buffers or {})}, self.config, dtype=self._dtype,
             architecture=type(self.skeleton()).__name__,
             byte_tokenizer=self.vocab_size == 256 and self._run.tokenizer_digest in ("", ByteTokenizer.digest),
         )  # fmt: skip

@@ -169,8 +169,20 @@ class PretrainedFactory:
     # ------------------------------------------------------------------------------------------------ export
 
     def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: Any) -> None:
-        """See `CausalLMFactory.save_pretrained`."""
-        self.cut.save_pretrained(params, directory)
+        """See `CausalLMFactory.save_pretrained`.
+
+        Raises:
+            ConfigError: the model's files hold buffers, which no run trains, and they are not here.
+        """
+        buffers: dict[str, torch.Tensor] = {}
+        for stage in range(self.num_stages):
+            own = saved_buffers(self.outline(stage))
+            if own and not self.has_values:
+                raise ConfigError(f"{min(own)} is not trained and comes from the model's files: name them with --model")
+            if own:
+                self.load(stage, own)
+                buffers |= own
+        self.cut.save_pretrained(params, directory, buffers)
 
 
 def _require_shape(name: str, shape: tuple[int, ...], target: torch.Tensor, where: str) -> None:

@@ -313,6 +313,9 @@ def test_experts_and_renamed_tensors_of_the_files_find_their_places(family: str,
     expected = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    factory.save_pretrained({name: found[name] for name, _ in model.named_parameters()}, tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected), "what is not trained is exported, too"
     computes = [StageCompute(PretrainedFactory(run_of(tmp_path), None), k, precision="fp32", seed=0) for k in range(NUM_STAGES)]
     asked_for = {name for compute in computes for name in (*compute.layout.names, *compute.frozen)}
     assert asked_for == expected.keys(), "a peer without the files takes buffers over, too"

@@ -3,8 +3,8 @@
 One stage of four real peers whose compute threads are occupied for 1, 2, 4 and 8 times as long (`timed_model.py`; the cores
 stay idle), and a second stage that takes no time. The same swarm is used by one trainer after another: this product's
 interleaved weighted round robin; uniform random choice; and the same round robin with speeds that only successes update (what
-failed neither counts as slow nor is left alone). Then, for each, the fastest peer is stopped (SIGSTOP): it is recovered when
-the others' speed is reached again to nine tenths for two seconds.
+failed neither counts as slow nor is left alone). Then, for each, the fastest peer is stopped (SIGSTOP): it is recovered when,
+after the two seconds with the least throughput, the others' speed is reached again to nine tenths for two seconds.
 """
 
 from __future__ import annotations
@@ -225,12 +225,11 @@ async def observe(name: str, meter: Meter, fast: Any, options: argparse.Namespac
     fast.send_signal(signal.SIGCONT)
     meter.stopped = None
     rest = fastest * sum(SPEEDS[1:])
-    starts = [at for at, _ in meter.samples if at >= stopped_at]
-    good = (at for at in starts if (rate_after(meter.samples, at) or 0.0) >= RECOVERED * rest)
-    recovered_at = next(good, None)
-    during = statistics.mean(
-        rate for at in starts if (rate := rate_after(meter.samples, at)) is not None
-    )
+    windows = [(at, rate_after(meter.samples, at)) for at, _ in meter.samples if at >= stopped_at]
+    rates = [(at, rate) for at, rate in windows if rate is not None]
+    lowest = min(range(len(rates)), key=lambda i: rates[i][1])
+    recovered_at = next((at for at, rate in rates[lowest:] if rate >= RECOVERED * rest), None)
+    during = statistics.mean(rate for _, rate in rates)
     await meter.watch(options.learn)
     return {
         "scheduler": name, "micro-batches/s": sum(done) / elapsed, "of the sum": sum(done) / elapsed / fastest / sum(SPEEDS),

@@ -105,7 +105,8 @@ def wait_for_lines(
 
 def draw(rows: list[dict[str, Any]]) -> Any:
     def on(figure: Any) -> None:
-        for axes, mode in zip(figure.subplots(1, 2, sharey=True), ("alone", "filled"), strict=True):
+        modes = list(dict.fromkeys(row["mode"] for row in rows))
+        for axes, mode in zip(figure.subplots(1, len(modes), sharey=True, squeeze=False)[0], modes, strict=True):
             for peers in sorted({row["peers"] for row in rows}):
                 shown = [row for row in rows if row["mode"] == mode and row["peers"] == peers]
                 if shown:
@@ -137,6 +138,8 @@ def main() -> None:
                 rows.append(measure(stages, peers, mode, options))
                 print("  " + json.dumps(rows[-1]), file=sys.stderr, flush=True)
     facts["payload"] = f"{WIDTH * 4} bytes at every boundary, each way, raw"
+    if any(row["limit"] == "cores" for row in rows):
+        facts["warning"] = "the cores were busy: these are upper bounds, run it again"
     facts["timed"] = f"median of {options.steps} steps of about {options.seconds:g} s"
     publish("hops", facts=facts, tables={"Overhead per hop": rows}, draw=draw(rows))
 

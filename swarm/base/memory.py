@@ -13,6 +13,9 @@ import numpy
 
 #: Smaller buffers come from the heap, which uses its memory again by itself.
 _LEAST_BYTES = 256 * 2**10
+#: glibc maps blocks of 128 KiB or more afresh each time, page faults included, until it sees a larger one let go; then
+#: all smaller ones come from the heap. This is the most that it learns from.
+_MAX_HEAP_BYTES = 31 * 2**20
 
 
 class Recycler:
@@ -27,6 +30,8 @@ class Recycler:
         self._idle: list[numpy.ndarray] = []
         # A buffer may come back in the middle of `take`, when its garbage is collected there.
         self._lock = threading.RLock()
+        # Pieces of bodies that libraries receive shall come from the heap, too: this block is let go at once, untouched.
+        numpy.empty(_MAX_HEAP_BYTES, numpy.uint8)
 
     @property
     def idle_bytes(self) -> int:

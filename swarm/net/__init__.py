@@ -1,1 +1,1 @@
-"""The network: the only place that knows sockets, HTTP and kademlia, and the in-memory twins of both."""
+"""The network: the only place that imports aiohttp or kademlia, and the in-memory twins of both."""

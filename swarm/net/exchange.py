@@ -1,6 +1,6 @@
 """What both transports share: how long a caller waits, what a server admits, and how a handler's failure is told.
 
-`Patience` and `Admission` are pure (`now` is an argument). Must not know sockets, HTTP or any message but `Refusal`.
+`Patience` and `Admission` are pure (`now` is an argument). Must not know sockets, aiohttp or any message but `Refusal`.
 """
 
 from __future__ import annotations

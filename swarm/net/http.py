@@ -1,8 +1,7 @@
-"""The transport over HTTP/1.1: one POST path, a body that is one frame, a chunked answer that is a stream of frames.
+"""The transport over HTTP/1.1: one POST path, a body that is one frame, an answer that is a stream of frames.
 
-Puts the parts together: `http_server` and `http_client` speak over `http_connection`, with the heads of `http_heads` and
-the frames of `http_frames`. HTTP libraries hand a body on in pieces that are copied at least once more; here the kernel
-writes into the buffer that the tensors are read from (`benchmarks/dataplane.py` has the figures).
+Puts the parts together: `http_server` and `http_client` own aiohttp's two sides, `http_frames` reads what they receive.
+Bodies land in memory that is used again, and leave without being joined (`benchmarks/dataplane.py` has the figures).
 """
 
 from __future__ import annotations

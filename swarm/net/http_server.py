@@ -11,6 +11,9 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import HttpVersion11, web
 
 from swarm.base.errors import RemoteProtocolError
 from swarm.net.exchange import (
@@ -23,29 +26,23 @@ from swarm.net.exchange import (
     one_line,
     parts_of,
 )
-from swarm.net.http_connection import Connection
-from swarm.net.http_frames import FrameReader, framed
-from swarm.net.http_heads import (
-    HEAD_END,
-    LAST_CHUNK,
-    MAX_HEAD_BYTES,
-    PATH,
-    BadHead,
-    RequestHead,
-    parse_request_head,
-    response_head,
-)
+from swarm.net.http_frames import Body, FrameReader
+from swarm.net.sockets import Links, prepare
 from swarm.net.transport import Handler, Progress
 from swarm.wire.framing import PREFIX, Frame
 from swarm.wire.messages import Heartbeat, Refusal
 
 logger = logging.getLogger(__name__)
 
+PATH = "/v1"
+#: The library holds about twice this much of a body that nobody takes.
+READ_BYTES = 2**20
 #: An idle connection lives this long; a client drops it long before, so that no request meets one that just closed.
 KEEPALIVE_S = 75.0
 #: What comes after a refusal is taken in for this long, so that the refusal arrives before the reset.
 _LINGER_S = 2.0
 _BACKLOG = 1024
+_SHUTDOWN_S = 1.0
 
 
 class _Refused(Exception):
@@ -82,97 +79,63 @@ class HttpServer:
         self._limits = limits
         self._allocate = allocate
         self._listener: asyncio.Server | None = None
-        self._callers: dict[_Caller, None] = {}
+        self._callers = _Callers(self._serve, limits)
+        self._serving: dict[asyncio.Task[Any], None] = {}
 
     def carried(self) -> list[tuple[int, int]]:
         """Bytes that each connection has sent and received since the last look."""
-        return [caller.carried() for caller in self._callers]
+        return self._callers.links.carried()
 
     async def start(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(lambda: _Caller(self), sock=sock, backlog=_BACKLOG)
+        self._listener = await loop.create_server(self._callers, sock=sock, backlog=_BACKLOG)
 
     async def close(self) -> None:
         """Drop every connection, which cancels what is served on it, and return once that has ended."""
         assert self._listener is not None
         self._listener.close()
-        tasks = [caller.task for caller in self._callers if caller.task is not None]
-        for caller in list(self._callers):
-            caller.abort()
-        for task in tasks:
+        for transport in self._callers.transports():
+            transport.abort()
+        serving = list(self._serving)
+        for task in serving:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        if serving:
+            await asyncio.wait(serving)
+        await self._callers.shutdown(_SHUTDOWN_S)
         await self._listener.wait_closed()
 
-    # ------------------------------------------------------------------------------------------------ connections
-
-    def accepted(self, caller: _Caller) -> None:
-        """A connection stands."""
-        if len(self._callers) >= self._limits.max_connections:
-            caller.abort()
-            return
-        self._callers[caller] = None
-        caller.impatient(self._limits.moving_s)
-        caller.task = asyncio.create_task(self._serve(caller), name="http connection")
-
-    def left(self, caller: _Caller) -> None:
-        """A connection ended: so does what is served on it."""
-        self._callers.pop(caller, None)
-        if caller.task is not None:
-            caller.task.cancel()
-
-    async def _serve(self, caller: _Caller) -> None:
-        """Requests of one connection, one after the other."""
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        task, caller = asyncio.current_task(), request.protocol
+        assert task is not None
+        assert isinstance(caller, _Caller)
+        self._serving[task] = None
+        caller.serve(True)
+        reply = _Reply(request, self._limits.moving_s)
         try:
-            is_first = True
-            while await self._serve_one(caller, is_first):
-                is_first = False
-        except (ConnectionError, TimeoutError) as error:  # it went, sent no head in time, or does not read its answer
-            logger.debug("connection from %s: %s", caller.remote, one_line(error))
+            await self._answer(request, reply)
+        except _Refused as refused:
+            await reply.end(parts_of(Frame(refused.refusal)), status=refused.status)
+        except TimeoutError:
+            caller.abort()  # it does not read its answer
         finally:
-            caller.abort()
+            caller.serve(False)
+            del self._serving[task]
+        return reply.response
 
-    async def _serve_one(self, caller: _Caller, is_first: bool) -> bool:
-        """One request; whether another may follow."""
-        reply = _Reply(caller, self._limits.moving_s)
-        try:
-            head = await self._head(caller, is_first)
-            await self._answer(caller, head, reply)
-        except BadHead as error:
-            refused = _bad_request(400, str(error))
-        except _Refused as error:
-            refused = error
-        else:
-            if head.keep_alive:
-                return True
-            await caller.finish(_LINGER_S)
-            return False
-        await reply.end(parts_of(Frame(refused.refusal)), status=refused.status)
-        await caller.finish(_LINGER_S)
-        return False
-
-    async def _head(self, caller: _Caller, is_first: bool) -> RequestHead:
-        if not is_first and not caller.num_unread:
-            async with asyncio.timeout(KEEPALIVE_S):
-                await caller.more()
-        async with asyncio.timeout(self._limits.header_s):
-            return parse_request_head(await caller.read_until(HEAD_END, limit=MAX_HEAD_BYTES))
-
-    # ------------------------------------------------------------------------------------------------ requests
-
-    async def _answer(self, caller: _Caller, head: RequestHead, reply: _Reply) -> None:
+    async def _answer(self, request: web.BaseRequest, reply: _Reply) -> None:
         """Admit, receive and handle one request, and write its answer.
 
         Raises:
             _Refused: if it is not handed to the handler.
+            TimeoutError: if the caller does not read its answer.
         """
-        num_bytes = self._admit(head)
+        num_bytes = self._admit(request)
         try:
-            progress = Progress(caller.remote)
+            progress = Progress((request.remote or "").removeprefix("::ffff:"))
             patience = Patience(stall_s=self._limits.moving_s, window_s=self._limits.moving_s)
             reader = FrameReader(
-                caller, patience, progress, max_body_bytes=self._admission.max_body_bytes, allocate=self._allocate,
+                Body(request.content), patience, progress, max_body_bytes=self._admission.max_body_bytes,
+                allocate=self._allocate,
             )  # fmt: skip
             received = asyncio.Event()
             loop = asyncio.get_running_loop()
@@ -188,20 +151,23 @@ class HttpServer:
         finally:
             self._admission.release(num_bytes)
 
-    def _admit(self, head: RequestHead) -> int:
+    def _admit(self, request: web.BaseRequest) -> int:
         """Judge a request by its HTTP head alone, and reserve room for its body."""
-        if head.path != PATH:
+        if request.version != HttpVersion11:
+            raise _bad_request(505, "there is only HTTP/1.1")
+        if request.path != PATH:
             raise _bad_request(404, f"there is only {PATH}")
-        if head.method != "POST":
+        if request.method != "POST":
             raise _bad_request(405, "there is only POST")
-        if head.num_bytes is None:
+        num_bytes = request.content_length
+        if num_bytes is None:
             raise _bad_request(411, "a request must tell its Content-Length")
-        if head.num_bytes < PREFIX.size:
-            raise _bad_request(400, f"{head.num_bytes} bytes are too few for a frame")
-        refusal = self._admission.admit(head.num_bytes)
+        if num_bytes < PREFIX.size:
+            raise _bad_request(400, f"{num_bytes} bytes are too few for a frame")
+        refusal = self._admission.admit(num_bytes)
         if refusal is not None:
             raise _Refused(429 if refusal.code == "busy" else 413, refusal)
-        return head.num_bytes
+        return num_bytes
 
     async def _work(
         self, reader: FrameReader, num_bytes: int, received: asyncio.Event, progress: Progress
@@ -210,54 +176,121 @@ class HttpServer:
             frame = await reader.read(whole=num_bytes)
         except RemoteProtocolError as error:
             raise _bad_request(400, str(error)) from None
+        except (web.RequestPayloadError, OSError) as error:
+            raise _bad_request(400, one_line(error)) from None
         received.set()
         return await answer(self._handler, frame, progress)
 
 
-class _Caller(Connection):
-    """One accepted connection."""
+class _Callers(web.Server):
+    """The accepted connections."""
 
-    def __init__(self, server: HttpServer) -> None:
-        super().__init__()
-        self._server = server
-        self.task: asyncio.Task[None] | None = None
+    def __init__(self, serve: Any, limits: ServerLimits) -> None:
+        super().__init__(
+            serve,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=_LINGER_S,
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
+        )
+        self.limits = limits
+        self.links = Links()
+
+    def __call__(self) -> _Caller:
+        return _Caller(self, **self._kwargs)
+
+    def transports(self) -> list[asyncio.Transport]:
+        return [caller.transport for caller in self.connections if isinstance(caller.transport, asyncio.Transport)]
+
+
+class _Caller(web.RequestHandler):
+    """One accepted connection: dropped unless a request's HTTP head is complete `header_s` after it begins."""
+
+    def __init__(self, callers: _Callers, **kwargs: Any) -> None:
+        super().__init__(callers, loop=asyncio.get_running_loop(), **kwargs)
+        self._callers = callers
+        self._head_due: asyncio.TimerHandle | None = None
+        self._is_serving = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._server.accepted(self)
+        assert isinstance(transport, asyncio.Transport)
+        if len(self._callers.connections) > self._callers.limits.max_connections:
+            transport.abort()
+            return
+        prepare(transport, moving_s=self._callers.limits.moving_s)
+        self._callers.links.add(transport)
+        self._expect_head()
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_serving:
+            self._expect_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._forget_deadline()
         super().connection_lost(exc)
-        self._server.left(self)
+
+    def serve(self, is_serving: bool) -> None:
+        """A request's head is complete, or its answer is."""
+        self._is_serving = is_serving
+        self._forget_deadline()
+
+    def abort(self) -> None:
+        """Drop the connection without flushing what is buffered."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """What strangers send is no news for the log: handlers' failures are told by `answer`."""
+        logger.debug(*args, **kwargs)
+
+    def _expect_head(self) -> None:
+        if self._head_due is None:
+            self._head_due = asyncio.get_running_loop().call_later(self._callers.limits.header_s, self.abort)
+
+    def _forget_deadline(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
 
 
 class _Reply:
     """The answer to one request; its HTTP head leaves with the first frame."""
 
-    def __init__(self, caller: Connection, moving_s: float) -> None:
-        self._caller = caller
+    def __init__(self, request: web.BaseRequest, moving_s: float) -> None:
+        self._request = request
         self._moving_s = moving_s
-        self._has_begun = False
+        self.response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
 
     async def beat(self, counter: int) -> None:
-        await self._write([*self._begin(200), *framed(parts_of(Frame(Heartbeat(counter=counter))))])
+        """Write a heartbeat: from now on the answer comes in HTTP chunks, its length is not known."""
+        await self.response.prepare(self._request)
+        await self._write(parts_of(Frame(Heartbeat(counter=counter))))
 
-    async def end(self, parts: list[memoryview], *, status: int = 200) -> None:
-        """Write the result. A `status` other than 200 is told if no heartbeat has left before.
+    async def end(self, parts: Sequence[memoryview], *, status: int = 200) -> None:
+        """Write the result. A `status` other than 200 is told if no heartbeat has left before, and ends the connection.
 
         Raises:
             TimeoutError: if the caller takes less than 16 KiB in `moving_s`.
             ConnectionError: it has gone.
         """
-        await self._write([*self._begin(status), *framed(parts), memoryview(LAST_CHUNK)])
-
-    def _begin(self, status: int) -> list[memoryview]:
-        if self._has_begun:
-            return []
-        self._has_begun = True
-        return [memoryview(response_head(status))]
+        if status != 200:
+            self.response.force_close()
+        if not self.response.prepared:
+            self.response.set_status(status)
+            # The library joins each chunk with its frame, but not plain bytes.
+            self.response.content_length = sum(len(part) for part in parts)
+        await self.response.prepare(self._request)
+        await self._write(parts)
+        async with asyncio.timeout(self._moving_s):
+            await self.response.write_eof()
+        if status != 200 and self._request.transport is not None and self._request.transport.can_write_eof():
+            self._request.transport.write_eof()
 
     async def _write(self, parts: Sequence[memoryview]) -> None:
         for chunk in chunks_of(parts):
             async with asyncio.timeout(self._moving_s * (1 + len(chunk) / MOVING_BYTES)):
-                await self._caller.send(chunk)
+                await self.response.write(chunk)

@@ -1,6 +1,6 @@
 """The transport interface: one request, one streamed reply, and a wait that lasts only while counters advance.
 
-`http` (real sockets) and `memory` (seeded, lossy, virtual time) implement it; one contract suite runs on both. Must not know
+`http` (aiohttp) and `memory` (seeded, lossy, virtual time) implement it; one contract suite runs on both. Must not know
 what any message means, except `Heartbeat` and `Refusal`.
 """
 

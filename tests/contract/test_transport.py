@@ -33,8 +33,8 @@ class HttpWorld:
     def __init__(self) -> None:
         self._open: list[Transport] = []
 
-    async def transport(self, handler: Handler | None = None, **limits: int) -> HttpTransport:
-        transport = HttpTransport(connect_s=CONNECT_S, heartbeat_s=HEARTBEAT_S, **limits)  # type: ignore[arg-type]
+    async def transport(self, handler: Handler | None = None, **limits: float) -> HttpTransport:
+        transport = HttpTransport(**{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **limits})  # type: ignore[arg-type]
         self._open.append(transport)
         await transport.start(handler or echo)
         return transport
@@ -73,14 +73,12 @@ class MemoryWorld(HttpWorld):
         self.network = MemoryNetwork(random.Random(1), jitter_s=0.001)
         self._num = 0
 
-    async def transport(self, handler: Handler | None = None, **limits: int) -> MemoryTransport:  # type: ignore[override]
+    async def transport(self, handler: Handler | None = None, **limits: float) -> MemoryTransport:  # type: ignore[override]
         self._num += 1
         transport = MemoryTransport(
             self.network,
             Address(f"peer{self._num}", 1),
-            connect_s=CONNECT_S,
-            heartbeat_s=HEARTBEAT_S,
-            **limits,
+            **{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **limits},  # type: ignore[arg-type]
         )
         self._open.append(transport)
         await transport.start(handler or echo)
@@ -178,8 +176,8 @@ def test_200_concurrent_nested_calls_in_both_directions_do_not_deadlock(world: H
             me = peers["b" if hops % 2 else "a"]
             return await me.call(target, Frame(inner), stall_s=PATIENT_S)
 
-        peers["a"] = await world.transport(bounce)
-        peers["b"] = await world.transport(bounce)
+        peers["a"] = await world.transport(bounce, connect_s=PATIENT_S)
+        peers["b"] = await world.transport(bounce, connect_s=PATIENT_S)
         member = Member(peer="0" * 40, incarnation="0" * 16, host="h", port=1)
         start = Frame(StatusReply(role="trainer", member=member, detail={"hops": 1}))
         there = [peers["a"].call(peers["b"].address, start, stall_s=PATIENT_S) for _ in range(100)]

@@ -82,12 +82,11 @@ def post(body: bytes, content_length: int | None = None, path: str = "/v1") -> b
 
 
 def refusal_in(answer: bytes) -> tuple[int, str, str]:
-    """HTTP status, code and reason of the refusal in a raw HTTP answer."""
-    head, _, rest = answer.partition(b"\r\n\r\n")
-    frames = rest.partition(b"\r\n")[2]
-    prefix = decode_prefix(frames)
-    message = decode_header(frames[PREFIX.size : PREFIX.size + prefix.header_bytes], prefix)
-    return int(head.split()[1]), message.code, message.reason
+    """HTTP status, code and reason of the refusal in a raw HTTP answer, behind heartbeats if there are any."""
+    frame = answer[answer.rindex(MAGIC) :]
+    prefix = decode_prefix(frame)
+    message = decode_header(frame[PREFIX.size : PREFIX.size + prefix.header_bytes], prefix)
+    return int(answer.split()[1]), message.code, message.reason
 
 
 @pytest.mark.parametrize(
@@ -112,6 +111,7 @@ def refusal_in(answer: bytes) -> tuple[int, str, str]:
         ("too short for a frame", post(b"SWRM"), 400, "too few"),
         ("another path", post(b"x" * 40, path="/etc/passwd"), 404, "/v1"),
         ("another method", b"GET /v1 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "POST"),
+        ("another version of HTTP", b"POST /v1 HTTP/1.0\r\nContent-Length: 40\r\n\r\n" + bytes(40), 505, "HTTP/1.1"),
         ("a deep JSON", post(frame_bytes(b"[" * 100_000, 0)), 400, "JSON"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
@@ -125,25 +125,47 @@ def test_hostile_requests_are_refused_with_a_reason(name: str, request_bytes: by
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("POST /v1 HTTP/1.1", "Content-Length: {size}", "Transfer-Encoding: chunked"),
+        ("POST /v1 HTTP/1.1", "Content-Length: {size}", "content-length: 60"),
+        ("POST /v1 HTTP/1.1", "Content-Length: {size}, {size}"),
+        ("POST /v1 HTTP/1.1", "Content-Length: -{size}"),
+        ("POST /v1 HTTP/1.1", "Content-Length: +{size}"),
+        ("POST /v1 HTTP/1.1", "Content-Length: " + "9" * 30),
+        ("POST /v1 HTTP/1.1", "Content-Length : {size}"),
+        ("POST /v1 HTTP/1.1", "A: 1", " Content-Length: {size}"),
+        ("POST /v1 HTTP/1.1", "no colon", "Content-Length: {size}"),
+        ("POST /v1 HTTP/1.1", "A: b\nContent-Length: {size}"),
+        ("POST /v1 HTTP/2.0", "Content-Length: {size}"),
+        ("POST /v1", "Content-Length: {size}"),
+        ("post /v1 HTTP/1.1", "Content-Length: {size}"),
+    ],
+)  # fmt: skip
+def test_a_head_that_two_readers_could_take_for_different_ones_is_refused(lines: tuple[str, ...]) -> None:
+    """Two ends must never disagree about where a message ends."""
+    body = encode(Frame(Ack()))
+    head = "\r\n".join([lines[0], "Host: x", *lines[1:]]).format(size=len(body))
+
+    async def scenario(server: HttpTransport) -> None:
+        answer = await send_raw(server, head.encode() + b"\r\n\r\n" + body)
+        assert answer == b"" or answer.split()[1] in (b"400", b"411", b"413", b"505"), "served though it is ambiguous"
+
+    run(scenario)
+
+
 def test_a_body_that_is_announced_but_never_comes_takes_no_memory_and_is_dropped() -> None:
     size = 2**29
     frame = frame_bytes(chunk_header(shape=[size]), size)
 
     async def scenario(server: HttpTransport) -> None:
         request = post(frame, len(frame) + size)
-        got_status, code, reason = refusal_in_stream(await send_raw(server, request))
+        got_status, code, reason = refusal_in(await send_raw(server, request))
         assert (got_status, code) == (200, "bad_request"), "the headers had left with the first heartbeat"
         assert "a transfer brought" in reason or "nothing advanced" in reason
 
     run(scenario)
-
-
-def refusal_in_stream(answer: bytes) -> tuple[int, str, str]:
-    """Like `refusal_in`, behind heartbeats."""
-    start = answer.rindex(MAGIC)
-    prefix = decode_prefix(answer[start:])
-    message = decode_header(answer[start + PREFIX.size : start + PREFIX.size + prefix.header_bytes], prefix)
-    return int(answer.split()[1]), message.code, message.reason
 
 
 @pytest.mark.parametrize("part", ["headers", "frame", "body"])
@@ -184,7 +206,7 @@ def test_garbage_and_silence_end_the_connection(garbage: bytes, caplog: pytest.L
 
     with caplog.at_level(logging.INFO):
         run(scenario)
-    told = [record for record in caplog.records if record.name.startswith(("swarm", "asyncio"))]
+    told = [record for record in caplog.records if record.name.startswith(("swarm", "aiohttp", "asyncio"))]
     assert not told, "a stranger must not be able to fill the log"
 
 
@@ -264,6 +286,9 @@ async def say(*answers: bytes) -> AsyncIterator[bytes]:
         ([OK, http_chunk(frame_bytes(b'{"kind":"heartbeat"' + b" " * 5000 + b"}", 0))], RemoteProtocolError),
         ([OK, http_chunk(encode(Frame(Heartbeat(counter=1))))], LinkBroken),
         ([OK, b"nonsense\r\n"], RemoteProtocolError),
+        ([OK, b"-1\r\n", encode(Frame(Ack()))], RemoteProtocolError),
+        ([OK, b"0x40\r\n", encode(Frame(Ack()))], RemoteProtocolError),
+        ([OK, b"f" * 17 + b"\r\n", encode(Frame(Ack()))], RemoteProtocolError),
         ([], LinkBroken),
     ],
 )

@@ -1,0 +1,53 @@
+"""What the HTTP transport sets on its connections' sockets, and asks them. Must not know HTTP or messages."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import weakref
+
+_TCP_INFO_BYTES, _TCP_INFO_ACKED = 136, 120
+
+
+def prepare(transport: asyncio.Transport, *, moving_s: float) -> None:
+    """Write only what the kernel takes, and have it end a connection whose other end takes nothing for `moving_s`.
+
+    (It is dead, stopped or cut off.)
+    """
+    transport.set_write_buffer_limits(high=0)
+    sock = transport.get_extra_info("socket")
+    if sock is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(moving_s * 1000)))
+
+
+class Links:
+    """What the kernel counts on a set of connections; those that are closed leave it by themselves."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[asyncio.Transport, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def add(self, transport: asyncio.Transport) -> None:
+        """Count this connection too, from its beginning."""
+        self._seen.setdefault(transport, (0, 0))
+
+    def carried(self) -> list[tuple[int, int]]:
+        """Bytes of each that were sent and acknowledged, and received, since the last look; none where nobody tells."""
+        looks = []
+        for transport, before in list(self._seen.items()):
+            now = _counted(transport)
+            if now is not None:
+                self._seen[transport] = now
+                looks.append((now[0] - before[0], now[1] - before[1]))
+        return looks
+
+
+def _counted(transport: asyncio.Transport) -> tuple[int, int] | None:
+    """`tcpi_bytes_acked` and `tcpi_bytes_received` of Linux's `tcp_info`."""
+    sock = transport.get_extra_info("socket")
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        sent, received = struct.unpack_from("QQ", info, _TCP_INFO_ACKED)
+    except (OSError, AttributeError, struct.error):
+        return None
+    return sent, received

@@ -73,7 +73,8 @@ async def serve(options: dict[str, Any]) -> None:
     context = context_of(config, 1000 + index, options["host"], host=options["host"])
     link = Link(context)
     compute = StageCompute(OneParameter(num_elements), 0, precision=config.precision, seed=0)
-    member = StageMember(link, 0, compute, ThreadExecutor("compute"), ThreadExecutor("background"), Tasks())
+    threads = [ThreadExecutor(name) for name in ("compute", "background", "storage")]
+    member = StageMember(link, 0, compute, *threads, Tasks())
     Rounds(link, member)
     StageLeader(link, member)
     accumulator = member.step_state(0).accumulator

@@ -176,7 +176,7 @@ def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tenso
     codes = torch.empty(flat.shape, dtype=dtype, device=flat.device)
     steps = []
     for values, out in zip(_blocks(flat), _blocks(codes), strict=True):
-        top = values.abs().amax(dim=1)
+        top = torch.maximum(values.amax(dim=1), -values.amin(dim=1))  # half the time of abs().amax()
         is_zero = top < _NOTHING  # false for NaN, which the steps show
         steps.append(torch.where(is_zero, 0.0, top / largest))
         scaled = values * torch.where(is_zero, 0.0, largest / top).unsqueeze(1)

@@ -18,6 +18,7 @@ from models.options import config_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.tokenizers import ByteTokenizer
+from swarm.stage.module import Tie
 
 
 def balanced_spans(num_layers: int, num_stages: int) -> list[range]:
@@ -51,10 +52,28 @@ class CausalLMFactory:
         self.num_layers = whole.num_layers
         if run.num_stages > self.num_layers:
             raise ConfigError(f"num_stages {run.num_stages} is more than the model's {self.num_layers} layers")
-        self.ties = _ties(whole)
-        if self.ties and run.num_stages > 1:
-            raise ConfigError("tie_word_embeddings: tied embeddings need num_stages 1, or set it to false")
+        self.anatomy = whole.anatomy
         self.spans = balanced_spans(self.num_layers, run.num_stages)
+        #: Parameters that are another one, and the name under which transformers lists that.
+        self.owners = _owners(whole)
+        #: Of these, the ones whose stages differ.
+        self.ties = tuple(
+            Tie(((self.stage_of(owner), owner), (self.stage_of(name), name)))
+            for name, owner in self.owners.items()
+            if self.stage_of(name) != self.stage_of(owner)
+        )
+
+    def stage_of(self, name: str) -> int:
+        """The stage that has the parameter or buffer of this name; names of a copy are those of its place."""
+        anatomy = self.anatomy
+        inside = name.removeprefix(f"{anatomy.base}.")
+        child, _, rest = inside.partition(".")
+        if inside == name or child in anatomy.last:
+            return self.num_stages - 1
+        if child != anatomy.layers:
+            return 0
+        number = int(rest.partition(".")[0])
+        return next(stage for stage, span in enumerate(self.spans) if number in span)
 
     def build(self, stage: int) -> CausalLMStage:
         """The module of `stage`, on the CPU, with its initial values."""
@@ -82,8 +101,12 @@ class CausalLMFactory:
         """All stages' parameters as the `state_dict` of the Hugging Face model (the names are the same).
 
         Raises:
-            ValueError: if a parameter is missing, unknown or of another shape.
+            ValueError: if a parameter is missing, unknown or of another shape, or copies of one differ.
         """
+        for name, owner in self.owners.items():
+            if name in params and owner in params and not torch.equal(params[name], params[owner]):
+                raise ValueError(f"{name} and {owner} are one parameter, and differ")
+        params = {name: value for name, value in params.items() if name not in self.owners}
         wanted = {name: tuple(p.shape) for name, p in self.skeleton().named_parameters()}
         given = {name: tuple(p.shape) for name, p in params.items()}
         wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
@@ -122,33 +145,47 @@ class CausalLMFactory:
         lm = self.skeleton()
         stage = CausalLMStage(lm, span)
         stage.to_empty(device="cpu")
-        self._tie(stage)
         initialize(stage, _initializer(lm, stage), self._run.seed)
+        self._tie(stage)
+        for name in self.owners.keys() & dict(stage.named_parameters()).keys():  # the owner is in another stage
+            stage.get_parameter(name).data = self._initial(self.owners[name]).data
         for parameter in stage.parameters():  # not the buffers: rotary frequencies are fp32 in every precision
             parameter.data = parameter.data.to(self._dtype)
         return stage
 
     def _tie(self, stage: torch.nn.Module) -> None:
-        for name, owner in self.ties.items():
-            parent, _, attribute = name.rpartition(".")
-            setattr(stage.get_submodule(parent), attribute, stage.get_parameter(owner))
+        """Make one parameter of two that are tied, where both are in this stage."""
+        present = dict(stage.named_parameters(remove_duplicate=False))
+        for name, owner in self.owners.items():
+            if name in present and owner in present:
+                parent, _, attribute = name.rpartition(".")
+                setattr(stage.get_submodule(parent), attribute, present[owner])
+
+    def _initial(self, name: str) -> torch.nn.Parameter:
+        """The initial value of one parameter, from the code of the module that has it."""
+        lm = self.skeleton()
+        parent, _, attribute = name.rpartition(".")
+        initializer = _initializer(lm, lm)
+        module = lm.get_submodule(parent).to_empty(device="cpu")
+        initialize(module, initializer, self._run.seed, prefix=f"{parent}.")
+        return getattr(module, attribute)
 
 
-def _initializer(lm: PreTrainedModel, stage: torch.nn.Module) -> Callable[[torch.nn.Module], Any]:
-    """What gives a submodule its initial values: the code of the model that it is a part of."""
-    owners: dict[torch.nn.Module, Any] = {}
-    for module in stage.modules():  # parents first
+def _initializer(lm: PreTrainedModel, part: torch.nn.Module) -> Callable[[torch.nn.Module], Any]:
+    """What gives a submodule of `part` its initial values: the code of the innermost model that it is a part of."""
+    models: dict[torch.nn.Module, Any] = {}
+    for module in part.modules():  # parents first
         if isinstance(module, PreTrainedModel):
-            owners.update(dict.fromkeys(module.modules(), module))
-    return lambda child: owners.get(child, lm)._init_weights(child)
+            models.update(dict.fromkeys(module.modules(), module))
+    return lambda child: models.get(child, lm)._init_weights(child)
 
 
-def _ties(whole: torch.nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one: name -> the name under which transformers lists it."""
+def _owners(whole: torch.nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one -> the name under which transformers lists it."""
     names: dict[int, str] = {}
-    ties: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         owner = names.setdefault(id(parameter), name)
         if owner != name:
-            ties[name] = owner
-    return ties
+            owners[name] = owner
+    return owners

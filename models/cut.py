@@ -60,6 +60,7 @@ class CausalLMStage(torch.nn.Module):
         anatomy = anatomy_of(lm)
         base = lm.get_submodule(anatomy.base)
         layers: Any = getattr(base, anatomy.layers)
+        self.anatomy = anatomy
         self.num_layers = len(layers)
         self.span = span = range(self.num_layers) if span is None else span
         self.is_first = span.start == 0
@@ -79,7 +80,6 @@ class CausalLMStage(torch.nn.Module):
         if not self.is_last:
             leave_after(layers[span.stop - 1], anatomy)
         root = anatomy.base.split(".")[0]
-        self._anatomy = anatomy
         self.add_module(root, getattr(lm, root))
         self.tail: Tail | None = None
         if self.is_last:
@@ -91,7 +91,7 @@ class CausalLMStage(torch.nn.Module):
     @property
     def blocks(self) -> list[torch.nn.Module]:
         """This stage's own layers: what `torch.compile` is used on."""
-        layers = getattr(self.get_submodule(self._anatomy.base), self._anatomy.layers)
+        layers = getattr(self.get_submodule(self.anatomy.base), self.anatomy.layers)
         return [layers[number] for number in self.span]
 
     def example(self, num_samples: int, sequence_length: int) -> tuple[Tensors, Tensors | None]:
@@ -100,7 +100,7 @@ class CausalLMStage(torch.nn.Module):
         Raises:
             ConfigError: this family hands more than hidden states to the next stage.
         """
-        anatomy = self._anatomy
+        anatomy = self.anatomy
         more = anatomy.streams is not None or anatomy.shared is not None or any(anatomy.returns or ())
         if more or self.reads_tokens or self.balancing is not None:
             raise ConfigError("--compile: stages of this model hand on more than hidden states; it runs without --compile")
@@ -140,11 +140,11 @@ class CausalLMStage(torch.nn.Module):
     def _crossing(self, inputs: Tensors) -> Crossing:
         # Of this call: `functional_call` swaps parameters. Quantised ones are whole numbers.
         dtype = next(p.dtype for p in self.parameters() if p.is_floating_point())
-        return Crossing(inputs, dtype, self._anatomy)
+        return Crossing(inputs, dtype, self.anatomy)
 
     def _run(self, current: Crossing) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Hidden states, and the router logits of this stage's layers where the loss needs them."""
-        base: Any = self.get_submodule(self._anatomy.base)
+        base: Any = self.get_submodule(self.anatomy.base)
         entering = current.entering
         options: dict[str, Any] = {name: entering[name] for name in HANDED_ON if name in entering}
         if self.balancing is not None:

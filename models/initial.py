@@ -22,24 +22,33 @@ from swarm.base.errors import ConfigError
 _CHUNK = 2**20
 
 
-def initialize(module: torch.nn.Module, initializer: Callable[[torch.nn.Module], Any], seed: int) -> None:
+def initialize(
+    module: torch.nn.Module, initializer: Callable[[torch.nn.Module], Any], seed: int, *, prefix: str = ""
+) -> None:
     """Apply `initializer` to every submodule, children first, with named draws. Parameters are fp32 on the CPU.
+
+    Args:
+        module: gets values, in place.
+        initializer: a model's own.
+        seed: of the run.
+        prefix: of the names of `module`'s parameters in the whole model.
 
     Raises:
         ConfigError: if a parameter or number was left without a value, or needs a distribution not known here.
     """
-    draws = _NamedDraws({p.untyped_storage().data_ptr(): name for name, p in module.named_parameters()}, seed)
+    draws = _NamedDraws({p.untyped_storage().data_ptr(): prefix + name for name, p in module.named_parameters()}, seed)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.fill_(_nothing(tensor))
         with draws:
             for name, child in reversed(list(module.named_modules())):  # children first
-                draws.module = name
+                draws.module = prefix + name
                 initializer(child)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 if _is_missing(tensor):
-                    draws.module, _, attribute = name.rpartition(".")
-                    _own_constant(module.get_submodule(draws.module), attribute, tensor)
+                    owner, _, attribute = name.rpartition(".")
+                    draws.module = prefix + owner
+                    _own_constant(module.get_submodule(owner), attribute, tensor)
                     if _is_missing(tensor):
                         raise ConfigError(f"{name}: the model's own code gives it no initial value")
 

@@ -44,7 +44,9 @@ class PretrainedFactory:
         self.cut = CausalLMFactory(run, run.model_options, strict=False)
         self._names = frozenset(name for name, _ in self.cut.skeleton().named_parameters())
         #: Of tied tensors: name -> the name under which the model lists it.
-        self._tied = self.cut.ties
+        self._tied = self.cut.owners
+        #: Between stages.
+        self.ties = self.cut.ties
         self.num_stages = self.cut.num_stages
         self.has_values = source is not None
         self._shards = Shards(source) if source is not None else None

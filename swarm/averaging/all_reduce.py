@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from swarm.averaging.tied import Tied
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import is_finite
@@ -47,13 +48,17 @@ class RoundFailed(SwarmError):
 
 @dataclass(frozen=True)
 class Average:
-    """The summed gradient of one attempt: flat [N] on the CPU, its digest, and its sum of squares (fp64)."""
+    """The summed gradient of one attempt: flat [N] on the CPU, tied sums included, its digest, and its sum of squares.
+
+    The squares (fp64) are without tied parameters that another stage owns; `tied` has each tie's name and digest.
+    """
 
     term: Term
     seals: tuple[Seal, ...]
     flat: torch.Tensor
     digest: str
     sum_squares: float
+    tied: tuple[tuple[str, str], ...] = ()
 
 
 #: Runs a job off the event loop.
@@ -67,6 +72,8 @@ async def _at_once(job: Callable[[], Any]) -> Any:
 Payload = tuple[TensorSpec, Buffer]
 #: Sends chunk `number` of slice `j` (None if this member contributes nothing) to member j and returns the reduced chunk.
 Exchange = Callable[[int, int, Payload | None], Awaitable[Payload]]
+#: Adds other stages' sums of tied parameters to this stage's flat sum, in place.
+AddTied = Callable[[torch.Tensor], Awaitable[Tied]]
 
 
 @dataclass(eq=False)
@@ -215,8 +222,8 @@ class Round:
 
     # ---------------------------------------------------------------------------------------- the whole round
 
-    async def run(self, exchange: Exchange) -> Average:
-        """Exchange slices with everyone and assemble the average.
+    async def run(self, exchange: Exchange, add_tied: AddTied | None = None) -> Average:
+        """Exchange slices with everyone and assemble the average; with `add_tied` it is none without tied sums.
 
         Raises:
             RoundFailed: naming the members that could not be exchanged with.
@@ -226,9 +233,12 @@ class Round:
             self._flat = torch.zeros(self._bounds[0][1], dtype=self._dtype) if flat is None else flat
         else:
             await self._exchange_all(exchange)
-        flat = self._flat
-        digest, sum_squares = await self._run_job(lambda: digest_and_squares(flat))
-        return Average(self.term, self.seals, flat, digest, sum_squares)
+        tied = Tied(self._flat)
+        if add_tied is not None:
+            # Into a copy: chunks of the sum are still on their way to others, or it is the accumulator itself.
+            tied = await add_tied(await self._run_job(self._flat.clone))
+        digest, sum_squares = await self._run_job(lambda: digest_and_squares(tied.flat, tied.uncounted))
+        return Average(self.term, self.seals, tied.flat, digest, sum_squares, tied.digests)
 
     async def _exchange_all(self, exchange: Exchange) -> None:
         suspects: list[Member] = []

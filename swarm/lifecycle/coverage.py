@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
-from swarm.wire.messages import Member, Seal, StageResult, Term
+from swarm.wire.messages import Member, Seal, StageResult, Term, TiedDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,9 @@ def coverage_of(seals: Iterable[Seal]) -> Coverage:
 
 
 def stage_result(
-    term: Term, seals: tuple[Seal, ...], digest: str, sum_squares: float, holders: tuple[Member, ...]
-) -> StageResult:
+    term: Term, seals: tuple[Seal, ...], digest: str, sum_squares: float, holders: tuple[Member, ...], *,
+    tied: TiedDigests = (),
+) -> StageResult:  # fmt: skip
     """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
     coverage = coverage_of(seals)
     return StageResult(
@@ -69,4 +70,19 @@ def stage_result(
         tokens=sum(seal.tokens for seal in seals),
         loss_sum=sum(seal.loss_sum for seal in seals),
         holders=holders,
+        tied=tied,
     )
+
+
+def torn_tie(results: Iterable[StageResult]) -> str:
+    """The name of a tied parameter whose sums differ between stages, or "".
+
+    Copies of one parameter stay the same bits only if every stage takes the same sum: averages of different attempts
+    do not belong together.
+    """
+    known: dict[str, str] = {}
+    for result in results:
+        for name, digest in result.tied:
+            if known.setdefault(name, digest) != digest:
+                return name
+    return ""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
 from swarm.base.ids import Ballot, Head, RunId
+from swarm.lifecycle.coverage import torn_tie
 from swarm.lifecycle.order import is_stopped
 from swarm.wire.messages import CommitRecord, Member, Move, StageResult
 
@@ -77,8 +78,8 @@ def decide(
     """The record of the step after `previous`; its head is a function of `previous.head` and the averages alone.
 
     Raises:
-        InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens
-            (promise 1 is checked here, before anything is decided).
+        InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens or on
+            tied sums (promise 1 is checked here, before anything is decided).
     """
     step = previous.step + 1
     for stage, result in enumerate(results):
@@ -86,6 +87,9 @@ def decide(
             raise InternalError(
                 f"step {step}, stage {stage}: {result.num_tickets} tickets instead of {config.tickets_per_step}"
             )
+    torn = torn_tie(results)
+    if torn:
+        raise InternalError(f"step {step}: stages hold different sums of the tied parameter {torn}")
     overflow = any(result.num_overflow for result in results)
     tokens = results[-1].tokens
     if not overflow and any(result.tokens != tokens for result in results):
@@ -131,6 +135,8 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
         return f"results of {len(record.results)} stages"
     if any(result.num_tickets != config.tickets_per_step for result in record.results):
         return "a stage without all tickets"
+    if torn_tie(record.results):
+        return f"different sums of the tied parameter {torn_tie(record.results)}"
     if not record.skipped and not record.tokens:
         return "no tokens, and not skipped"
     if any(max(move.source, move.target) >= config.num_stages for move in record.moves):

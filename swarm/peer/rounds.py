@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from swarm.base.errors import RemoteError, RemoteProtocolError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
+from swarm.peer.tied_sums import TiedSums
 from swarm.policy.bandwidth import WINDOW_S, Meter
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.stage.flat import empty_flat
+from swarm.stage.module import Tie
 from swarm.wire import messages as m
 from swarm.wire.compression import AVERAGE_CODECS, decode_tensor, encode_tensor
 from swarm.wire.framing import Frame, buffers_of
@@ -33,9 +35,10 @@ logger = logging.getLogger(__name__)
 class Rounds:
     """Serves `Reduce`, `Slice` and `FetchAverage`."""
 
-    def __init__(self, link: Link, member: StageMember) -> None:
+    def __init__(self, link: Link, member: StageMember, ties: Sequence[Tie] = ()) -> None:
         self._link = link
         self._member = member
+        self._tied = TiedSums(link, member, ties)
         member.copy_average = self.copy_average
         link.register(m.Reduce, self._on_reduce)
         link.register(m.Slice, self._on_slice)
@@ -51,9 +54,11 @@ class Rounds:
         try:
             round_ = await self._round(state, message)
             self._follow(progress, state, round_)
+            progress.follow(lambda: state.from_others.count)  # another stage waits for nobody of this one
             async with asyncio.timeout(self._member.config.timing.average_s), self._measured():
                 average = await round_.run(
-                    lambda j, number, part: self._exchange(message, round_.members[j], number, part, state.exchanged)
+                    lambda j, number, part: self._exchange(message, round_.members[j], number, part, state.exchanged),
+                    (lambda flat: self._tied.add(message, state, flat)) if self._tied else None,
                 )
         except RoundFailed as failure:
             for fault in state.round.blamed.values() if state.round is not None else ():
@@ -68,13 +73,11 @@ class Rounds:
         # Invariant: the average is held before the leader hears of it.
         state.average = average
         ledger.move("hold")
-        return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares)
+        return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares, tied=average.tied)
 
     def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
-        """A round advances with slices, sums and bytes; not with heartbeats, or members would keep each other waiting."""
-        progress.follow(lambda: round_.num_parts)
+        state.follow(progress, round_)
         progress.follow(lambda: self._member.background.finished)
-        progress.follow(lambda: state.exchanged.num_bytes)
 
     @contextlib.asynccontextmanager
     async def _measured(self) -> AsyncIterator[None]:
@@ -105,6 +108,7 @@ class Rounds:
             ledger.move("fail")
         if state.round is not None and state.round.term.order == term.order:
             state.round.fail(RoundFailed("this member left the round"))
+        state.changed.set()
 
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
         """The round of this attempt; made once, from a copy of the sealed accumulator."""

@@ -10,6 +10,7 @@ import logging
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
+from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
@@ -162,6 +163,10 @@ class Seat:
                     elif step == record.step + 1 and known is not None and result.attempt == known.attempt:
                         holders = (*known.holders, *result.holders)
                         prepared[reply.stage] = known.model_copy(update={"holders": holders})
+        if torn_tie(prepared.values()):
+            # They are of different attempts, so nobody can have decided on them together.
+            logger.info("prepared attempts disagree on the tied parameter %s; averaging again", torn_tie(prepared.values()))
+            prepared.clear()
         self.coordinator = coordinator
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")

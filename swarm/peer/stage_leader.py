@@ -172,11 +172,12 @@ class StageLeader:
         reasons: list[str] = []
         stalled: list[m.Member] = []
         squares = 0.0
+        tied: m.TiedDigests = ()
         for target, reply in zip(targets, replies, strict=True):
             if isinstance(reply, m.Reduced):
                 if reply.average_digest:
                     holders.setdefault(reply.average_digest, []).append(target)
-                    squares = reply.sum_squares
+                    squares, tied = reply.sum_squares, reply.tied
                 suspects.update(x.key for x in reply.suspects)
                 if reply.reason:
                     reasons.append(f"{target.peer[:8]}: {reply.reason}")
@@ -187,7 +188,7 @@ class StageLeader:
                 reasons.append(f"{target.peer[:8]}: {reply}")
         if len(holders) == 1:
             digest, who = next(iter(holders.items()))
-            result = stage_result(message.term, message.seals, digest, squares, tuple(who))
+            result = stage_result(message.term, message.seals, digest, squares, tuple(who), tied=tied)
             return m.Averaged(result=result, reason="; ".join(reasons)[:2000])
         if len(holders) > 1:
             reasons.append("members hold different averages")
@@ -219,8 +220,9 @@ class StageLeader:
         self, message: m.Average, target: m.Member, shares: tuple[int, ...], progress: Progress
     ) -> m.Reduced | Exception:
         request = m.Reduce(
-            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares
-        )
+            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares,
+            terms=message.terms,
+        )  # fmt: skip
         try:
             timing = self._link.context.config.timing
             reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.stall_s, progress=progress)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.lifecycle.coverage import torn_tie
 from swarm.peer.link import RefusedBy, together
 from swarm.peer.reign import Key, Reign
 from swarm.wire import messages as m
@@ -162,18 +163,28 @@ class StageLeads:
         return True
 
     async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
+        """Every stage's average of its attempt, tied sums included, or None if one failed."""
+        terms = tuple(m.Term(ballot=self._reign.ballot, n=lead.n) for lead in self._leads)
         replies = await together(
-            *(self._average(step, stage, gathered[stage]) for stage in range(self._reign.config.num_stages))
+            *(self._average(step, stage, gathered[stage], terms) for stage in range(self._reign.config.num_stages))
         )
         results = [reply for reply in replies if reply is not None]
-        return results if len(results) == len(replies) else None
+        if len(results) < len(replies):
+            return None
+        torn = torn_tie(results)
+        if torn:
+            logger.error("step %d: stages hold different sums of the tied parameter %s; averaging again", step, torn)
+            return None
+        return results
 
-    async def _average(self, step: int, stage: int, seals: tuple[m.Seal, ...]) -> m.StageResult | None:
+    async def _average(
+        self, step: int, stage: int, seals: tuple[m.Seal, ...], terms: tuple[m.Term, ...]
+    ) -> m.StageResult | None:
         """One stage's average, or None after striking whoever made it fail."""
-        lead, leader = self._leads[stage], self.leader(stage)
+        leader = self.leader(stage)
         assert leader is not None
         request = m.Average(
-            run=self._reign.context.run, stage=stage, step=step, term=m.Term(ballot=self._reign.ballot, n=lead.n), seals=seals
+            run=self._reign.context.run, stage=stage, step=step, term=terms[stage], seals=seals, terms=terms
         )
         try:
             reply, _ = await self._reign.link.ask(leader, request, m.Averaged, stall_s=self._reign.timing.stall_s)

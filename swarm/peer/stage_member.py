@@ -42,6 +42,14 @@ CHUNK_ELEMENTS = 2**22
 MAX_QUEUED_AVERAGES = 64
 
 
+@dataclass(frozen=True)
+class OwnSums:
+    """This stage's sums of parameters of which other stages hold copies, by name of the tie, in one attempt."""
+
+    term: m.Term
+    parts: dict[str, torch.Tensor]
+
+
 @dataclass
 class StepState:
     """What a member knows of one step that has not committed."""
@@ -55,6 +63,14 @@ class StepState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     #: Counts the bytes of slices that this member sends and gets back.
     exchanged: Progress = field(default_factory=Progress)
+    #: What members of other stages may ask for, and how their own answers to this member advance.
+    own_sums: OwnSums | None = None
+    from_others: Progress = field(default_factory=Progress)
+
+    def follow(self, progress: Progress, round_: Round) -> None:
+        """A round advances with slices, sums and bytes; not with heartbeats, or members would keep each other waiting."""
+        progress.follow(lambda: round_.num_parts)
+        progress.follow(lambda: self.exchanged.num_bytes)
 
     def held_average(self, digest: str) -> Average | None:
         """The average with this digest, if this member holds it."""
@@ -251,6 +267,8 @@ class StageMember:
             state.round = None
         if state.average is not None:
             state.average, state.overtaken = None, state.average
+        state.own_sums = None
+        state.changed.set()
         return m.Collected(seal=seal, upload=self.upload.rate, download=self.download.rate, load=self.load())
 
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
@@ -369,7 +387,7 @@ class StageMember:
             except SwarmError as error:
                 logger.info("average of step %d not copied from %s: %s", record.step, holder.peer[:8], error)
                 continue
-            return Average(result.attempt, (), flat, result.average_digest, result.sum_squares)
+            return Average(result.attempt, (), flat, result.average_digest, result.sum_squares, result.tied)
         logger.warning("no holder gave the average of step %d", record.step)
         return None
 
@@ -438,4 +456,6 @@ class StageMember:
         )
 
     def _prepared_result(self, average: Average) -> m.StageResult:
-        return stage_result(average.term, average.seals, average.digest, average.sum_squares, (self.me,))
+        return stage_result(
+            average.term, average.seals, average.digest, average.sum_squares, (self.me,), tied=average.tied
+        )

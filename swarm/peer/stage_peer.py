@@ -25,7 +25,7 @@ from swarm.peer.state_transfer import StateDonor
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
 from swarm.stage.executor import Executor, Priority
-from swarm.stage.module import StageFactory
+from swarm.stage.module import StageFactory, ties_of
 from swarm.stage.stash import MemoryBudget
 from swarm.wire import messages as m
 
@@ -109,7 +109,7 @@ class StagePeer:
         if before is not None:
             self.member.succeed(before)
         self.meter = LoadMeter(self.member, self._free_bytes, self._flops_per_s)
-        Rounds(self.link, self.member)
+        Rounds(self.link, self.member, ties_of(self._factory, self.context.config.frozen))
         self.leader = StageLeader(self.link, self.member)
         self.membership = membership = Membership(self.link, self.member)
         membership.on_move = self._go_to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -42,8 +42,15 @@ def digest_of(tensors: Iterable[torch.Tensor], *, tick: Callable[[], None] = lam
     return hashlib.sha256(b"".join(_on_threads(one, pieces))).hexdigest()
 
 
-def digest_and_squares(flat: torch.Tensor) -> tuple[str, float]:
-    """`digest_of([flat])`, and the sum of squares in fp64 of its elements [N] (fp32 or fp64, on the CPU)."""
+def digest_and_squares(flat: torch.Tensor, uncounted: Sequence[tuple[int, int]] = ()) -> tuple[str, float]:
+    """`digest_of([flat])`, and the sum of squares in fp64 of its elements [N] (fp32 or fp64, on the CPU).
+
+    Squares of the elements `start:end` of each of `uncounted` are left out.
+    """
+    if uncounted:
+        edges = [0, *(edge for pair in sorted(uncounted) for edge in pair), flat.numel()]
+        counted = [flat[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        return digest_of([flat]), float(sum(_squares_of(part) for part in counted))
     dtype = flat.numpy().dtype
 
     def one(piece: np.ndarray) -> tuple[bytes, float]:
@@ -52,6 +59,11 @@ def digest_and_squares(flat: torch.Tensor) -> tuple[str, float]:
     results = _on_threads(one, _pieces(_bytes(flat)))
     squares = float(sum(squares for _, squares in results))
     return hashlib.sha256(b"".join(sha for sha, _ in results)).hexdigest(), squares
+
+
+def _squares_of(flat: torch.Tensor) -> float:
+    dtype = flat.numpy().dtype
+    return float(sum(_on_threads(lambda piece: _squares(piece.view(dtype)), _pieces(_bytes(flat)))))
 
 
 def _pieces(data: np.ndarray) -> list[np.ndarray]:

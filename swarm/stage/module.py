@@ -6,12 +6,33 @@ each stage; the engine calls it with other parameter values through `torch.func.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from swarm.base.errors import ConfigError
+
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter of which several stages hold a copy, under names and in shapes of their own.
+
+    Its elements come in the same order everywhere, and every copy starts from the same bits. The engine adds up the
+    copies' gradients, so they stay the same bits for ever; the gradient's norm counts them once.
+    """
+
+    #: (stage, parameter name) of each copy, the owner's first; one at most in a stage.
+    places: tuple[tuple[int, str], ...]
+
+    @property
+    def name(self) -> str:
+        """The owner's name for it."""
+        return self.places[0][1]
 
 
 @runtime_checkable
@@ -34,6 +55,7 @@ class StageFactory(Protocol):
     """
 
     num_stages: int
+    # `ties: tuple[Tie, ...]` may be left out by a model that has none: see `ties_of`.
 
     def build(self, stage: int) -> torch.nn.Module:
         """The module of `stage`, on the CPU, in fp64 if the run's precision is fp64, else fp32."""
@@ -97,3 +119,24 @@ def saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a checkpoint holds."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+def ties_of(factory: StageFactory, frozen: Sequence[str] = ()) -> tuple[Tie, ...]:
+    """What `factory` declares in its optional attribute `ties`, without parameters that are not trained.
+
+    Args:
+        factory: of the run's model.
+        frozen: patterns of the names of parameters that keep their initial values.
+
+    Raises:
+        ConfigError: if one copy of a parameter is frozen and another is not.
+    """
+    trained = []
+    for tie in getattr(factory, "ties", ()):
+        kept = [name for _, name in tie.places if any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen)]
+        if kept and len(kept) < len(tie.places):
+            other = next(name for _, name in tie.places if name not in kept)
+            raise ConfigError(f"frozen: {kept[0]} and {other} are one parameter in two stages; freeze both or neither")
+        if not kept:
+            trained.append(tie)
+    return tuple(trained)

@@ -22,6 +22,7 @@ BLOCK_SIZE = 4096
 MAX_DIMS = 8
 MAX_TENSORS = 4096
 MAX_MEMBERS = 4096
+MAX_TIES = 64
 MAX_TICKETS = 65536
 
 DTYPE_BYTES = {
@@ -120,6 +121,10 @@ class Seal(Part):
     state_digest: str = ""
 
 
+#: Name of each tie, and digest of its sum over stages.
+TiedDigests = Annotated[tuple[tuple[NameField, DigestField], ...], FailFast(), Field(max_length=MAX_TIES)]
+
+
 class StageResult(Part):
     """One stage's part of a commit record."""
 
@@ -134,6 +139,8 @@ class StageResult(Part):
     loss_sum: float = 0.0
     #: Who holds the average, best source first.
     holders: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    #: Name and digest of the sum over stages of each tied parameter that this stage holds a copy of.
+    tied: TiedDigests = ()
 
 
 class Move(Part):
@@ -449,6 +456,10 @@ class Collected(Message):
     load: Load | None = None
 
 
+#: The attempt of every stage.
+StageTerms = Annotated[tuple[Term, ...], FailFast(), Field(max_length=1024)]
+
+
 class Average(Message):
     """The coordinator has a stage's leader average the sealed contributions of `term`: answered by `Averaged`."""
 
@@ -458,6 +469,8 @@ class Average(Message):
     step: StepField
     term: Term
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
+    #: What each stage, in order, averages at the same time: stages that hold copies of one parameter exchange its sums.
+    terms: StageTerms = ()
 
 
 class Averaged(Message):
@@ -480,6 +493,8 @@ class Reduce(Message):
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     #: How many elements each of them reduces, in this order.
     shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    #: As in `Average`.
+    terms: StageTerms = ()
 
 
 class Reduced(Message):
@@ -488,6 +503,7 @@ class Reduced(Message):
     kind: Literal["reduced"] = "reduced"
     average_digest: str = ""
     sum_squares: float = 0.0
+    tied: TiedDigests = ()
     suspects: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     reason: TextField = ""
 
@@ -511,6 +527,23 @@ class ReducedSlice(Message):
     """The sum of all members' chunks."""
 
     kind: Literal["reduced_slice"] = "reduced_slice"
+
+
+class FetchTied(Message):
+    """A member of a stage that holds a copy of one of this stage's parameters asks for the parameter's summed gradient.
+
+    It is the sum of this stage's attempt `term`, without other stages' parts. Answered by `AverageCopy`.
+    """
+
+    kind: Literal["fetch_tied"] = "fetch_tied"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    #: Of the tie.
+    name: NameField
+    offset: Annotated[int, Field(ge=0)] = 0
+    length: Annotated[int, Field(ge=1)] = 2**24
 
 
 class Holdings(Message):
@@ -544,7 +577,7 @@ class FetchAverage(Message):
 
 
 class AverageCopy(Message):
-    """Elements `offset : offset + length` of the flat average; `total` is its length."""
+    """Elements `offset : offset + length` of the flat average, or of one parameter's sum; `total` is its length."""
 
     kind: Literal["average_copy"] = "average_copy"
     total: Annotated[int, Field(ge=0)]
@@ -737,7 +770,7 @@ AnyMessage = Annotated[
     Union[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
-        Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, Holdings, Held, FetchAverage, AverageCopy, Commit,
+        Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchAverage, AverageCopy, Commit,
         Join, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange,
         StateChunk,
     ],
@@ -746,6 +779,7 @@ AnyMessage = Annotated[
 MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
 REQUEST_KINDS = frozenset({
-    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "holdings", "fetch_average",
-    "commit", "join", "place", "operate", "elect", "lease", "evaluated", "state_offer", "state_range",
+    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "fetch_tied",
+    "holdings", "fetch_average", "commit", "join", "place", "operate", "elect", "lease", "evaluated", "state_offer",
+    "state_range",
 })  # fmt: skip

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from invariants import run_checked
@@ -59,9 +60,11 @@ class Schedule:
     drop: float
     duplicate: float
     faults: tuple[Fault, ...]
+    #: The first and the last stage hold copies of one parameter.
+    tied: bool = False
 
     @classmethod
-    def draw(cls, seed: int) -> Schedule:
+    def draw(cls, seed: int, *, tied: bool = False) -> Schedule:
         """At least 3 stages x 2 peers, 2 trainers and 5 faults."""
         rng = random.Random(seed)
         kinds = rng.choices([k for k, _ in KINDS], [w for _, w in KINDS], k=rng.randint(5, 9))
@@ -76,16 +79,20 @@ class Schedule:
         return cls(
             seed=seed, num_stages=rng.choice([3, 3, 4]), peers_per_stage=rng.choice([2, 2, 3]), trainers=2,
             backbones=rng.choice([1, 1, 2]), delay_steps=rng.choice([0, 0, 1]),
-            drop=0.005 if lossy else 0.0, duplicate=0.02 if lossy else 0.0, faults=tuple(faults),
+            drop=0.005 if lossy else 0.0, duplicate=0.02 if lossy else 0.0, faults=tuple(faults), tied=tied,
         )  # fmt: skip
 
     def config(self) -> RunConfig:
         timing = Timing(rebalance_every_s=REBALANCE_EVERY_S if self.seed % 2 == 0 else 0.0)
-        return small_config(num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps, timing=timing)
+        options = {"tied": True} if self.tied else {}
+        return small_config(
+            num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps, timing=timing, model_options=options
+        )
 
     def __str__(self) -> str:
         head = (
-            f"Schedule.draw({self.seed}): {self.num_stages} stages x {self.peers_per_stage} peers, {self.trainers} trainers, "
+            f"Schedule.draw({self.seed}{', tied=True' if self.tied else ''}): {self.num_stages} stages x "
+            f"{self.peers_per_stage} peers, {self.trainers} trainers, "
             f"{self.backbones} backbones, delay {self.delay_steps}, drop {self.drop}, duplicate {self.duplicate}"
         )
         return "\n  ".join([head, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
@@ -284,18 +291,18 @@ def _alone() -> None:
     gc.set_threshold(50_000)
 
 
-def _run_seed(seed: int) -> Result:
+def _run_seed(seed: int, tied: bool = False) -> Result:
     began = time.process_time()
     faults, violation = Counter[str](), ""
     try:
-        faults = run_schedule(Schedule.draw(seed))
+        faults = run_schedule(Schedule.draw(seed, tied=tied))
     except AssertionError as error:
         violation = str(error)
     return Result(seed, faults, violation, time.process_time() - began)
 
 
-def run_seeds(seeds: Iterable[int], *, workers: int = 2) -> Iterator[Result]:
-    """Run `Schedule.draw(seed)` for each, on `workers` processes; results come in the order of the seeds."""
+def run_seeds(seeds: Iterable[int], *, workers: int = 2, tied: bool = False) -> Iterator[Result]:
+    """Run `Schedule.draw(seed, tied=tied)` for each, on `workers` processes; results come in the order of the seeds."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_alone) as pool:
-        yield from pool.map(_run_seed, seeds, chunksize=4)
+        yield from pool.map(partial(_run_seed, tied=tied), seeds, chunksize=4)

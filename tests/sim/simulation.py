@@ -35,7 +35,7 @@ from swarm.policy.schedule import learning_rate
 from swarm.policy.throughput import Swarm
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Outcome, Priority
-from swarm.stage.module import Tensors
+from swarm.stage.module import Tensors, Tie, ties_of
 from swarm.wire.framing import Frame
 from swarm.wire.messages import CommitRecord, Message
 
@@ -48,9 +48,12 @@ DHT_REPLICATION = 3
 
 
 class _Stage(torch.nn.Module):
-    """Linear + tanh; the last stage classifies and sums the cross entropy over the rows that count."""
+    """Linear + tanh; the last stage classifies and sums the cross entropy over the rows that count.
 
-    def __init__(self, stage: int, num_stages: int, dtype: torch.dtype) -> None:
+    If tied, the last stage first applies a copy of the first one's weight.
+    """
+
+    def __init__(self, stage: int, num_stages: int, dtype: torch.dtype, *, tied: bool = False) -> None:
         super().__init__()
         last = stage == num_stages - 1
         layer = torch.nn.Linear(WIDTH, CLASSES if last else WIDTH, dtype=dtype)
@@ -60,10 +63,14 @@ class _Stage(torch.nn.Module):
         self.last = last
         setattr(self, f"layer{stage}", layer)
         self._layer_name = f"layer{stage}"
+        if tied and last:
+            self.copy = torch.nn.Parameter(_Stage(0, num_stages, dtype).layer0.weight.detach().clone())  # type: ignore[union-attr]
+        self.tied = tied and last
 
     def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
         layer = getattr(self, self._layer_name)
-        x = layer(inputs["x"].to(layer.weight.dtype))
+        x = inputs["x"].to(layer.weight.dtype)
+        x = layer(torch.tanh(x @ self.copy.T) if self.tied else x)
         if not self.last:
             return {"x": torch.tanh(x)}
         assert labels is not None
@@ -76,9 +83,14 @@ class _Stage(torch.nn.Module):
 class SmallFactory:
     num_stages: int
     dtype: torch.dtype = torch.float64
+    tied: bool = False
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        return (Tie(((0, "layer0.weight"), (self.num_stages - 1, "copy"))),) if self.tied else ()
 
     def build(self, stage: int) -> torch.nn.Module:
-        return _Stage(stage, self.num_stages, self.dtype)
+        return _Stage(stage, self.num_stages, self.dtype, tied=self.tied)
 
 
 @dataclass
@@ -130,8 +142,11 @@ def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Colle
     As with a GradScaler a step whose gradient is not finite is skipped, and so are the steps of `skip`.
     """
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    stages = [_Stage(k, config.num_stages, dtype) for k in range(config.num_stages)]
-    parameters = [p for stage in stages for p in stage.parameters()]
+    tied = bool(config.model_options.get("tied"))
+    stages = [_Stage(k, config.num_stages, dtype, tied=tied) for k in range(config.num_stages)]
+    if tied:
+        stages[-1].copy = stages[0].layer0.weight  # type: ignore[assignment]
+    parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
         weight_decay=config.weight_decay, foreach=False,
@@ -169,7 +184,8 @@ def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Colle
             optimizer.step()
         losses.append(loss_sum / tokens)
         grad_norms.append(norm)
-    return PlainResult(losses, torch.cat([p.detach().reshape(-1) for p in parameters]), grad_norms)
+    everything = torch.cat([p.detach().reshape(-1) for stage in stages for p in stage.parameters()])  # copies too
+    return PlainResult(losses, everything, grad_norms)
 
 
 @dataclass
@@ -283,7 +299,8 @@ class Simulation:
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(random.Random(self.rng.getrandbits(64)), **{"latency_s": 0.002, **network})
         self.dht_network = MemoryDhtNetwork(random.Random(self.rng.getrandbits(64)))
-        self.factory = factory or SmallFactory(config.num_stages, torch.float64 if config.precision == "fp64" else torch.float32)
+        dtype = torch.float64 if config.precision == "fp64" else torch.float32
+        self.factory = factory or SmallFactory(config.num_stages, dtype, bool(config.model_options.get("tied")))
         self.feed = feed or SmallFeed(config)
         self.nodes: dict[str, Node] = {}
         self._state_dir = state_dir
@@ -576,6 +593,14 @@ class Simulation:
             parts.append(self._holders(stage)[0].member.versions.newest.masters)
         return torch.cat(parts)
 
+    def copies(self, tie: Tie) -> list[torch.Tensor]:
+        """Every copy of a tied parameter, of all peers that hold the state after the last step."""
+        return [
+            holder.member.compute.layout.named(holder.member.versions.newest.masters)[name]
+            for stage, name in tie.places
+            for holder in self._holders(stage)
+        ]
+
     def records(self) -> list[float]:
         """Loss of every committed step, from the trainer that saw most."""
         best = max((n.reports for n in self.nodes.values() if isinstance(n.peer, Trainer)), key=len)
@@ -614,6 +639,9 @@ def check(simulation: Simulation, *, lineages: bool = False) -> None:
         assert len(heads) == 1 or lineages, f"two heads for step {step}"
     distance = float((simulation.parameters() - plain.parameters).norm() / plain.parameters.norm())
     assert distance < 1e-8, f"same_as_one_process: parameters differ by {distance}"
+    for tie in ties_of(simulation.factory):  # type: ignore[arg-type]
+        first, *others = simulation.copies(tie)
+        assert all(torch.equal(first, other) for other in others), f"replicas_identical: copies of {tie.name} differ"
     for stage in range(config.num_stages):
         states = {
             (p.member.versions.newest.head, p.member.state_digest)

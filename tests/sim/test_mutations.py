@@ -11,13 +11,16 @@ import math
 
 import pytest
 from invariants import run_checked
-from phases import Held, committed, kind, ledger, node_at, node_of, until
+from phases import Held, committed, coordinator_of, kind, ledger, node_at, node_of, until
 from simulation import Simulation, check, small_config
 
+from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import SwarmError
 from swarm.base.virtual_time import Deadlock
+from swarm.lifecycle import record
 from swarm.lifecycle.coverage import Coverage
 from swarm.lifecycle.step import STEP, Ledger
+from swarm.peer import seat, stage_leads
 from swarm.peer.link import Link
 from swarm.peer.micro_batches import MicroBatchServer
 from swarm.peer.stage_member import StageMember
@@ -107,9 +110,42 @@ async def commit_between_forward_and_backward(seed):
     await _end(simulation)
 
 
+async def calm_and_tied(seed):
+    simulation = Simulation(small_config(total_steps=3, model_options={"tied": True}), seed=seed)
+    await simulation.start(peers_per_stage=2, trainers=1)
+    await _end(simulation)
+
+
+async def prepared_at_different_attempts(seed):
+    """The ends hold copies of one parameter. A peer of the first stage is prepared at an attempt that the others gave up,
+    and is all that is left of its stage when they are prepared at a later one and their coordinator dies."""
+    simulation = Simulation(small_config(total_steps=3, model_options={"tied": True}), seed=seed)
+    await simulation.start(peers_per_stage=2, trainers=1, backbones=2)
+    await committed(simulation, 1)
+    left, other = simulation.nodes["stage0.0"], "stage0.1"
+
+    def prepared(peer):
+        state = peer.member.steps.get(1)
+        return state is not None and state.accumulator.ledger.state == "prepared"
+
+    with Held(simulation, kind(m.Average, step=1, stage=1)) as middle:
+        call = await middle.reached()
+        ends = [*simulation.stage_peers(0), *simulation.stage_peers(2)]
+        await until(lambda: all(prepared(peer) for peer in ends), "both ends prepared")
+        simulation.isolate(left)
+        await simulation.kill(node_at(simulation, call.target).name)
+    with Held(simulation, kind(m.Commit, step=1)) as decided:
+        await decided.reached()
+        assert prepared(left.peer)
+        await simulation.kill(coordinator_of(simulation).name)
+        await simulation.kill(other)
+        simulation.rejoin(left)
+    await _end(simulation)
+
+
 SCHEDULES = (
     calm, lost_replies, half_backward, restart_between_seal_and_average, backward_after_the_seal,
-    commit_between_forward_and_backward,
+    commit_between_forward_and_backward, calm_and_tied, prepared_at_different_attempts,
 )  # fmt: skip
 SEEDS = (1, 2)
 
@@ -253,6 +289,20 @@ def grant_every_claim(patch):
     _around(patch, m.Claim, generous)
 
 
+def leave_out_what_other_stages_sum(patch):
+    tie = TiedRanges.tie
+    patch.setattr(TiedRanges, "tie", lambda self, flat, parts: tie(self, flat, {k: p * 0 for k, p in parts.items()}))
+
+
+def count_tied_sums_in_every_stage(patch):
+    patch.setattr(TiedRanges, "uncounted", property(lambda self: ()))
+
+
+def decide_on_tied_sums_that_differ(patch):
+    for module in (seat, record, stage_leads):
+        patch.setattr(module, "torn_tie", lambda results: "")
+
+
 MUTATIONS = {
     count_a_retry_twice: lost_replies,
     accept_a_claim_without_its_leader: lost_replies,
@@ -266,6 +316,9 @@ MUTATIONS = {
     divide_by_micro_batches_instead_of_tokens: calm,
     serve_whatever_version_is_newest: commit_between_forward_and_backward,
     grant_every_claim: lost_replies,
+    leave_out_what_other_stages_sum: calm_and_tied,
+    count_tied_sums_in_every_stage: calm_and_tied,
+    decide_on_tied_sums_that_differ: prepared_at_different_attempts,
 }
 
 

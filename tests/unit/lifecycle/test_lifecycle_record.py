@@ -10,11 +10,13 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
 from swarm.base.ids import Ballot
+from swarm.lifecycle.coverage import torn_tie
 from swarm.lifecycle.record import (
     FIRST_LOSS_SCALE,
     SCALE_GROWTH_STEPS,
     clip_coefficient,
     decide,
+    fault_of,
     genesis_head,
     genesis_record,
     head_of,
@@ -189,3 +191,15 @@ def test_a_restoring_record_names_the_same_version_in_the_next_era() -> None:
     assert restored.era == record.era + 1
     following = decided(result("d"), result("f"), previous=restored)
     assert following.era == restored.era, "what comes after stays in the era"
+
+
+def test_averages_that_disagree_on_a_tied_sum_are_never_decided_on() -> None:
+    """They are of different attempts; copies of the parameter would part for ever."""
+    one, same, other = (result("d", tied=(("embedding", digit * 64),)) for digit in "aab")
+    assert torn_tie([one, result("e"), same]) == ""
+    assert torn_tie([one, result("e"), other]) == "embedding"
+    record = decided(one, same)
+    assert fault_of(CONFIG, record) == ""
+    with pytest.raises(InternalError, match="different sums of the tied parameter embedding"):
+        decided(one, other)
+    assert "tied parameter embedding" in fault_of(CONFIG, record.model_copy(update={"results": (one, other)}))

@@ -17,7 +17,7 @@ from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.feed.tokenizers import ByteTokenizer
 from swarm.stage.compute import StageCompute
-from swarm.stage.module import StageFactory, Tensors
+from swarm.stage.module import StageFactory, Tensors, Tie
 from swarm.stage.versions import make_version
 from swarm.wire.messages import CommitRecord
 
@@ -244,19 +244,24 @@ def test_spans_are_balanced_and_spare_the_ends(num_layers: int, num_stages: int,
     assert [number for span in spans for number in span] == list(range(num_layers))
 
 
-def test_tied_embeddings_work_in_one_stage_and_are_refused_in_more(tmp_path: Path) -> None:
-    factory = factory_of(1, precision="fp32", tie_word_embeddings=True)
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_tied_embeddings_are_exported_once_and_copies_that_differ_are_refused(num_stages: int, tmp_path: Path) -> None:
+    factory = factory_of(num_stages, precision="fp32", tie_word_embeddings=True)
     whole = factory.build_whole()
-    params = dict(whole.named_parameters())
-    assert "lm_head.weight" not in params
+    stages = [factory.build(stage) for stage in range(num_stages)]
+    params = {name: p for stage in stages for name, p in stage.named_parameters()}
+    assert ("lm_head.weight" in params) == (num_stages > 1)
     inputs, labels = sample()
     factory.save_pretrained(params, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(whole.logits(inputs), reference(**inputs).logits, atol=2e-5, rtol=1e-5)
     _, gradients = loss_and_gradients([whole], inputs, labels)
-    assert gradients.keys() == params.keys()
-    with pytest.raises(ConfigError, match="tie_word_embeddings"):
-        factory_of(2, tie_word_embeddings=True)
+    assert gradients.keys() == params.keys() - {"lm_head.weight"}
+    if num_stages > 1:
+        assert factory.ties == (Tie(((0, "model.embed_tokens.weight"), (2, "lm_head.weight"))),)
+        other = params["lm_head.weight"] + 1e-6
+        with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one parameter"):
+            factory.export_state_dict({**params, "lm_head.weight": other})
 
 
 def test_an_export_carries_the_byte_tokenizer(tmp_path: Path) -> None:

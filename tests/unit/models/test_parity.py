@@ -39,6 +39,11 @@ def test_three_stages_equal_the_whole_model(model_type: str) -> None:
     assert compare(model_type, paddings=paddings) <= 1e-5
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "opt"])
+def test_a_head_tied_to_an_embedding_in_another_stage_equals_the_whole_model(model_type: str) -> None:
+    assert compare(model_type, paddings=("left",), tie_word_embeddings=True) <= 1e-5
+
+
 def test_every_family_with_a_plan_is_known_and_a_refusal_names_it() -> None:
     assert len(families_with_a_plan()) > 80
     assert set(SAMPLE) <= {*families_with_a_plan(), *ADAPTERS}

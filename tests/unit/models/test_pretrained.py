@@ -133,6 +133,11 @@ def test_a_tied_head_may_be_left_out_of_the_files_or_be_there_twice(tmp_path: Pa
         [module] = [factory.build(0)]
         assert module.lm_head.weight is module.model.embed_tokens.weight
         assert torch.equal(module.lm_head.weight, model.lm_head.weight)
+        factory = factory_of(tmp_path)
+        assert factory.ties[0].places == ((0, "model.embed_tokens.weight"), (NUM_STAGES - 1, "lm_head.weight"))
+        first, last = factory.build(0), factory.build(NUM_STAGES - 1)
+        assert torch.equal(first.model.embed_tokens.weight, model.lm_head.weight)
+        assert torch.equal(last.lm_head.weight, model.lm_head.weight)
 
 
 # ------------------------------------------------------------------------------------------------ refusals

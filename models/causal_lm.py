@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from models import compressors
 from models.cut import CausalLMStage
 from models.export import write_model
 from models.initial import initialize, initialize_buffers
@@ -46,7 +47,7 @@ class CausalLMFactory:
         self.num_stages = run.num_stages
         self._run = run
         self._dtype = torch.float64 if run.precision == "fp64" else torch.float32
-        self.config = config_of(options, run, strict=strict)
+        self.config = config_of({n: v for n, v in options.items() if n not in compressors.OPTIONS}, run, strict=strict)
         self.vocab_size: int = self.config.vocab_size
         whole = CausalLMStage(self.skeleton(), None)
         self.num_layers = whole.num_layers
@@ -54,6 +55,10 @@ class CausalLMFactory:
             raise ConfigError(f"num_stages {run.num_stages} is more than the model's {self.num_layers} layers")
         self.anatomy = whole.anatomy
         self.spans = balanced_spans(self.num_layers, run.num_stages)
+        anatomy = whole.anatomy
+        self.compression = compressors.compression_of(
+            options, self.config, spans=self.spans, can_narrow=anatomy.streams is None and anatomy.shared is None
+        )
         #: Parameters that are another one, and the name under which transformers lists that.
         self.owners = _owners(whole)
         #: Of these, the ones whose stages differ.
@@ -66,6 +71,10 @@ class CausalLMFactory:
     def stage_of(self, name: str) -> int:
         """The stage that has the parameter or buffer of this name; names of a copy are those of its place."""
         anatomy = self.anatomy
+        if name.startswith("compressors."):
+            _, after, half, *_ = name.split(".")
+            number = int(after) + (half == "up")
+            return next(stage for stage, span in enumerate(self.spans) if number in span)
         inside = name.removeprefix(f"{anatomy.base}.")
         child, _, rest = inside.partition(".")
         if inside == name or child in anatomy.last:
@@ -86,7 +95,7 @@ class CausalLMFactory:
     def outline(self, stage: int) -> CausalLMStage:
         """The module of `stage` with its parameters on the meta device, and its buffers, with their values, on the CPU."""
         lm = self.skeleton()
-        module = CausalLMStage(lm, self.spans[stage])
+        module = CausalLMStage(lm, self.spans[stage], compression=self.compression)
         self._tie(module)
         initialize_buffers(module, _initializer(lm, module))
         return module
@@ -132,9 +141,12 @@ class CausalLMFactory:
             buffers: what a checkpoint holds besides.
 
         Raises:
+            ConfigError: the model is none of transformers'.
             StorageError: if the directory cannot be written.
             ValueError: see `export_state_dict`.
         """
+        if self.compression is not None:
+            raise ConfigError(f"a model with model_options.compressor {self.compression.kind!r} is none of transformers'")
         write_model(
             directory, {**self.export_state_dict(params), **(buffers or {})}, self.config, dtype=self._dtype,
             architecture=type(self.skeleton()).__name__,
@@ -143,7 +155,7 @@ class CausalLMFactory:
 
     def _build(self, span: range | None) -> CausalLMStage:
         lm = self.skeleton()
-        stage = CausalLMStage(lm, span)
+        stage = CausalLMStage(lm, span, compression=self.compression)
         stage.to_empty(device="cpu")
         initialize(stage, _initializer(lm, stage), self._run.seed)
         self._tie(stage)
@@ -173,11 +185,13 @@ class CausalLMFactory:
 
 def _initializer(lm: PreTrainedModel, part: torch.nn.Module) -> Callable[[torch.nn.Module], Any]:
     """What gives a submodule of `part` its initial values: the code of the innermost model that it is a part of."""
-    models: dict[torch.nn.Module, Any] = {}
-    for module in part.modules():  # parents first
+    initializers: dict[torch.nn.Module, Callable[[torch.nn.Module], Any]] = {}
+    for name, module in part.named_modules():  # parents first
         if isinstance(module, PreTrainedModel):
-            models.update(dict.fromkeys(module.modules(), module))
-    return lambda child: models.get(child, lm)._init_weights(child)
+            initializers.update(dict.fromkeys(module.modules(), module._init_weights))
+        elif name == "compressors":
+            initializers.update(dict.fromkeys(module.modules(), compressors.initial))
+    return lambda child: initializers.get(child, lm._init_weights)(child)
 
 
 def _owners(whole: torch.nn.Module) -> dict[str, str]:

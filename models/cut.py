@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,6 +31,7 @@ from models.boundary import (
     crossing,
     leave_after,
 )
+from models.compressors import Compression
 from models.loss import IGNORED_LABEL, Tail, balancing_of, precise
 from swarm.base.errors import ConfigError
 from swarm.stage.module import Tensors
@@ -50,12 +52,15 @@ class CausalLMStage(torch.nn.Module):
     Args:
         lm: the whole model, usually without memory. It is taken apart.
         span: numbers of the stage's layers; all of them if not given.
+        compression: of hidden states after some layers.
 
     Raises:
         ConfigError: if the model cannot be cut.
     """
 
-    def __init__(self, lm: PreTrainedModel, span: range | None = None) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, span: range | None = None, *, compression: Compression | None = None
+    ) -> None:
         super().__init__()
         anatomy = anatomy_of(lm)
         base = lm.get_submodule(anatomy.base)
@@ -66,7 +71,7 @@ class CausalLMStage(torch.nn.Module):
         self.is_first = span.start == 0
         self.is_last = span.stop == self.num_layers
         self.balancing = balancing_of(lm)
-        self._hidden_size = int(getattr(lm.config, "hidden_size", 0))
+        self._entering_size = int(getattr(lm.config, "hidden_size", 0))
         self.reads_tokens = "input_ids" in inspect.signature(layers[span.start].forward).parameters
         for number in range(self.num_layers):
             if number not in span:
@@ -87,6 +92,29 @@ class CausalLMStage(torch.nn.Module):
                 if name != root:
                     self.add_module(name, child)
             self.tail = Tail(lm, root)
+        self._narrow: str | None = None
+        self._widen: str | None = None
+        if compression is not None:
+            self._compress(compression, layers)
+
+    def _compress(self, compression: Compression, layers: Any) -> None:
+        """Compressors, by the number of the layer that they come after: whole inside the stage, half at its ends."""
+        with torch.device("meta"):
+            self.compressors = torch.nn.ModuleDict()
+            for number in sorted(compression.after):
+                parts = torch.nn.ModuleDict()
+                if number in self.span:
+                    parts["down"] = compression.down()
+                if number + 1 in self.span:
+                    parts["up"] = compression.up()
+                if len(parts) == 2:
+                    layers[number].register_forward_hook(_Compressed(self, number))
+                elif "down" in parts:
+                    self._narrow = f"compressors.{number}.down"
+                elif "up" in parts:
+                    self._widen, self._entering_size = f"compressors.{number}.up", compression.width
+                if parts:
+                    self.compressors[str(number)] = parts
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
@@ -105,7 +133,7 @@ class CausalLMStage(torch.nn.Module):
         if more or self.reads_tokens or self.balancing is not None:
             raise ConfigError("--compile: stages of this model hand on more than hidden states; it runs without --compile")
         ids = torch.zeros(num_samples, sequence_length, dtype=torch.int64)
-        hidden = torch.zeros(*ids.shape, self._hidden_size)
+        hidden = torch.zeros(*ids.shape, self._entering_size)
         return {"input_ids": ids} if self.is_first else {HIDDEN: hidden}, {"labels": ids} if self.is_last else None
 
     def forward(self, inputs: Tensors, labels: Tensors | None = None) -> Tensors:
@@ -146,6 +174,8 @@ class CausalLMStage(torch.nn.Module):
         """Hidden states, and the router logits of this stage's layers where the loss needs them."""
         base: Any = self.get_submodule(self.anatomy.base)
         entering = current.entering
+        if self._widen is not None:
+            entering[HIDDEN] = self.get_submodule(self._widen)(entering[HIDDEN])
         options: dict[str, Any] = {name: entering[name] for name in HANDED_ON if name in entering}
         if self.balancing is not None:
             options["output_router_logits"] = True
@@ -161,8 +191,26 @@ class CausalLMStage(torch.nn.Module):
         finally:
             crossing.reset(tokens[0])
             _own_positions.reset(tokens[1])
+        if self._narrow is not None:
+            current.leaving[HIDDEN] = self.get_submodule(self._narrow)(current.leaving[HIDDEN])
         hidden = output.last_hidden_state if self.is_last else current.leaving[HIDDEN]
         return hidden, (output.router_logits or ()) if self.balancing is not None else ()
+
+
+class _Compressed:
+    """A hook on a layer inside a stage: narrows what it returned, and widens it again."""
+
+    def __init__(self, stage: CausalLMStage, number: int) -> None:
+        self._stage = weakref.ref(stage)  # a layer must not hold the stage that holds it
+        self._number = str(number)
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        stage = self._stage()
+        assert stage is not None
+        parts: Any = stage.compressors[self._number]
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        compressed = parts["up"](parts["down"](hidden))
+        return (compressed, *rest) if isinstance(output, tuple) else compressed
 
 
 def _absent(module: torch.nn.Module) -> torch.nn.Module:

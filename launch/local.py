@@ -30,6 +30,7 @@ from launch.metrics import MetricsFile
 from launch.reports import NO_REPORTS, Reports
 from launch.run_files import DataPaths, RunFile, build_config, read_run_file, with_model
 from launch.runner import main_of, run_until_done
+from launch.stage_plan import with_stages
 from launch.state_directory import claim_directory
 from launch.view import Picture, view_for
 from swarm.base.config import RunConfig
@@ -60,6 +61,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
                        help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "
                        "is refused before it is allocated (default: its part of 80 %% of what is free)")
+    group.add_argument("--peer-memory", metavar="SIZE", type=size_bytes, default=None,
+                       help="what one stage peer may take for the model: --stages auto takes the fewest stages that fit")
     group.add_argument("--compile", action="store_true", help="torch.compile the stages' layers (see launch_stage)")
     group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                        help="address that all peers listen at; 0.0.0.0 lets other machines join")
@@ -90,6 +93,7 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
         run_file, overrides = stored, {}  # what to go on with is known; `--model` says only where its weights are
     if run_file is not None and "model" in overrides:
         run_file = replace(run_file, fields={k: v for k, v in run_file.fields.items() if k != "model_options"})
+    overrides, _ = with_stages(run_file, overrides, options.peer_memory)
     config = build_config(run_file, overrides)
     local = run_file.local if run_file else {}
     state_dir = options.state_dir or _fresh_directory(config.name)

@@ -1,1 +1,1 @@
-"""Stage modules: what the engine in `swarm/` trains. Imports `swarm.base`, `swarm.stage` and `swarm.feed` only."""
+"""Stage modules: what the engine in `swarm/` trains. Of `swarm` it imports `base`, `policy`, `stage` and `feed` only."""

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models import compressors
+from models.anatomy import anatomy_of
+from models.cost import cost_of
 from models.cut import CausalLMStage
 from models.export import write_model
 from models.initial import initialize, initialize_buffers
@@ -19,16 +22,8 @@ from models.options import config_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.tokenizers import ByteTokenizer
+from swarm.policy.spans import Loads, cut
 from swarm.stage.module import Tie
-
-
-def balanced_spans(num_layers: int, num_stages: int) -> list[range]:
-    """Contiguous spans whose lengths differ by at most one; the first and the last stage get the extra ones last."""
-    share, extra = divmod(num_layers, num_stages)
-    by_load = sorted(range(num_stages), key=lambda s: (s in (0, num_stages - 1), s))
-    lengths = [share + (stage in by_load[:extra]) for stage in range(num_stages)]
-    starts = [sum(lengths[:stage]) for stage in range(num_stages)]
-    return [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 class CausalLMFactory:
@@ -36,7 +31,8 @@ class CausalLMFactory:
 
     Args:
         run: the run; its seed, sequence length, number of stages and precision matter.
-        options: see `models/options.py`.
+        options: see `models/options.py` and `models/compressors.py`; and `stage_layers`, the number of layers of each
+            stage, where measured costs are other than those computed.
         strict: False takes the `config.json` of a checkpoint as `from_pretrained` does, unknown fields included.
 
     Raises:
@@ -47,14 +43,17 @@ class CausalLMFactory:
         self.num_stages = run.num_stages
         self._run = run
         self._dtype = torch.float64 if run.precision == "fp64" else torch.float32
-        self.config = config_of({n: v for n, v in options.items() if n not in compressors.OPTIONS}, run, strict=strict)
+        own = (*compressors.OPTIONS, "stage_layers")
+        self.config = config_of({n: v for n, v in options.items() if n not in own}, run, strict=strict)
         self.vocab_size: int = self.config.vocab_size
-        whole = CausalLMStage(self.skeleton(), None)
+        lm = self.skeleton()
+        self.cost = cost_of(lm, anatomy_of(lm), sequence_length=run.sequence_length, frozen=run.frozen)
+        whole = CausalLMStage(lm)
         self.num_layers = whole.num_layers
         if run.num_stages > self.num_layers:
             raise ConfigError(f"num_stages {run.num_stages} is more than the model's {self.num_layers} layers")
         self.anatomy = whole.anatomy
-        self.spans = balanced_spans(self.num_layers, run.num_stages)
+        self.spans = self._spans(options.get("stage_layers"))
         anatomy = whole.anatomy
         self.compression = compressors.compression_of(
             options, self.config, spans=self.spans, can_narrow=anatomy.streams is None and anatomy.shared is None
@@ -67,6 +66,22 @@ class CausalLMFactory:
             for name, owner in self.owners.items()
             if self.stage_of(name) != self.stage_of(owner)
         )
+
+    def _spans(self, stage_layers: Any) -> list[range]:
+        """By cost, unless the options say how many layers each stage has."""
+        if stage_layers is None:
+            return cut(self.loads(), self.num_stages)[0]
+        numbers = isinstance(stage_layers, list) and all(isinstance(n, int) and n > 0 for n in stage_layers)
+        if not numbers or len(stage_layers) != self.num_stages or sum(stage_layers) != self.num_layers:
+            raise ConfigError(
+                f"model_options.stage_layers {stage_layers!r} is no list of {self.num_stages} numbers "
+                f"that add up to the model's {self.num_layers} layers"
+            )
+        return [range(end - n, end) for n, end in zip(stage_layers, accumulate(stage_layers), strict=True)]
+
+    def loads(self) -> Loads:
+        """Work and bytes of each layer, of the embedding and of the head, as a peer of this run has them."""
+        return self.cost.loads(self._run)
 
     def stage_of(self, name: str) -> int:
         """The stage that has the parameter or buffer of this name; names of a copy are those of its place."""

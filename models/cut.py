@@ -142,7 +142,7 @@ class CausalLMStage(torch.nn.Module):
         sums: Tensors = {}
         if self.balancing is not None:
             with precise(current.dtype):
-                sums = self.balancing.add(current.entering, router_logits, inputs.get("attention_mask"))
+                sums = self.balancing.add(inputs, router_logits, inputs.get("attention_mask"))  # in fp32, as they came
         if self.tail is None:
             handed_on = {name: inputs[name] for name in (*HANDED_ON, *(["input_ids"] * self.reads_tokens)) if name in inputs}
             return current.leaving | sums | handed_on

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from models.cost import ModelCost, cost_of
 from models.initial import uniform
 from models.pretrained import PretrainedFactory
 from models.quantized import Bits, QuantizedLinear
@@ -53,6 +54,17 @@ class LoraFactory:
     def config(self) -> Any:
         """Of the Hugging Face model."""
         return self.base.config
+
+    @property
+    def cost(self) -> ModelCost:
+        """Of the base, none of which is trained; adapters are small beside it."""
+        cut = self.base.cut
+        return cost_of(cut.skeleton(), cut.anatomy, sequence_length=self._run.sequence_length, frozen=["*"])
+
+    @property
+    def spans(self) -> list[range]:
+        """Numbers of each stage's layers."""
+        return self.base.spans
 
     def _target_names(self) -> list[str]:
         """Last parts of the target layers' names: those that were asked for, or every linear layer but the head."""

@@ -15,6 +15,7 @@ import torch
 
 from models.causal_lm import CausalLMFactory
 from models.conversion import Conversion, Recipe
+from models.cost import ModelCost
 from models.shards import Entry, Shards, Source, block_digests, block_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -42,6 +43,8 @@ class PretrainedFactory:
     def __init__(self, run: RunConfig, source: Source | None) -> None:
         self._run = run
         self.cut = CausalLMFactory(run, run.model_options, strict=False)
+        if self.cut.compression is not None:
+            raise ConfigError("model_options.compressor: a pretrained model has none; it is for training from scratch")
         self._names = frozenset(name for name, _ in self.cut.skeleton().named_parameters())
         #: Of tied tensors: name -> the name under which the model lists it.
         self._tied = self.cut.owners
@@ -58,6 +61,16 @@ class PretrainedFactory:
     def config(self) -> Any:
         """Of the Hugging Face model."""
         return self.cut.config
+
+    @property
+    def cost(self) -> ModelCost:
+        """Of each layer, of the embedding and of the head."""
+        return self.cut.cost
+
+    @property
+    def spans(self) -> list[range]:
+        """Numbers of each stage's layers."""
+        return self.cut.spans
 
     def _account(self, shards: Shards) -> dict[str, Recipe]:
         """Strict in both directions; a head that is tied to the embedding may be left out, or be there twice."""

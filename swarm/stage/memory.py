@@ -49,7 +49,18 @@ def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints:
     """
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     untrained = [p for p in module.parameters() if not p.requires_grad]
-    frozen = sum(p.numel() for p in untrained)
+    compute = PRECISION_DTYPES[config.precision]
+    frozen_bytes = sum(p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in untrained)
+    return memory_for(
+        trained, sum(p.numel() for p in untrained), config, frozen_bytes=frozen_bytes,
+        writes_checkpoints=writes_checkpoints, on_cpu=on_cpu,
+    )  # fmt: skip
+
+
+def memory_for(
+    trained: int, frozen: int, config: RunConfig, *, frozen_bytes: int, writes_checkpoints: bool, on_cpu: bool
+) -> StageMemory:
+    """What training so many parameters takes; see `memory_of`."""
     master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
     size, versions = trained * master.itemsize, 1 + config.delay_steps
     copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
@@ -59,7 +70,7 @@ def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints:
         ("both once more while a step is applied", 3 * size),
         ("gradient sums and averages", (versions + KEPT_AVERAGES) * size),
         (f"{config.precision} copies", copies),
-        ("frozen parameters", sum(p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in untrained)),
+        ("frozen parameters", frozen_bytes),
         ("writing a checkpoint", 2 * size if writes_checkpoints and on_cpu else 0),
     ))  # fmt: skip
 

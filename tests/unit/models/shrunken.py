@@ -69,6 +69,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["minimax_m3_sparse", "full_attention"] * 3, "index_block_size": 2, "index_topk_blocks": 2,
         "mlp_layer_types": ["dense", "sparse"] * 3,
     },
+    "doge": {"is_moe": True, "output_router_logits": False},
+    "falcon": {"alibi": True},
+    "gpt_neox": {"use_parallel_residual": False},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {
         "num_kv_shared_layers": 3, "layer_types": _ALTERNATING,

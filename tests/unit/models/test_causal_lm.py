@@ -10,7 +10,7 @@ import torch
 from shrunken import VOCAB, shrunken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.causal_lm import CausalLMFactory, balanced_spans
+from models.causal_lm import CausalLMFactory
 from models.cut import CausalLMStage
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
@@ -234,16 +234,6 @@ def test_labels_that_are_all_ignored_give_zero() -> None:
     assert (out["loss_sum"].item(), out["tokens"].item()) == (0.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "lengths"),
-    [(6, 3, [2, 2, 2]), (7, 3, [2, 3, 2]), (8, 3, [3, 3, 2]), (3, 3, [1, 1, 1]), (9, 4, [2, 3, 2, 2]), (5, 1, [5])],
-)
-def test_spans_are_balanced_and_spare_the_ends(num_layers: int, num_stages: int, lengths: list[int]) -> None:
-    spans = balanced_spans(num_layers, num_stages)
-    assert [len(span) for span in spans] == lengths
-    assert [number for span in spans for number in span] == list(range(num_layers))
-
-
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_tied_embeddings_are_exported_once_and_copies_that_differ_are_refused(num_stages: int, tmp_path: Path) -> None:
     factory = factory_of(num_stages, precision="fp32", tie_word_embeddings=True)
@@ -323,6 +313,7 @@ def test_dropout_is_the_same_in_every_cut_and_in_every_recomputation(model_type:
     ("changes", "message"),
     [
         ({"num_stages": 5}, "num_stages 5 is more than the model's 4 layers"),
+        ({"stage_layers": [2, 3]}, r"stage_layers \[2, 3\] is no list of 3 numbers that add up to the model's 4 layers"),
         ({"hidden_sizes": 3}, "hidden_sizes: the llama configuration has no such field"),
         ({"hidden_size": "wide"}, "model_options: .*hidden_size"),
         ({"num_attention_heads": 3}, "model_options: .*heads"),

@@ -1,0 +1,48 @@
+"""`plan_run` and `--stages auto`: a plan before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from launch import plan
+from launch.local import parse, resolve_plan
+from swarm.base.errors import ConfigError
+
+
+def test_the_plan_is_a_table_with_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--stages", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["stage", "layers", "parameters", "GFLOP/token", "work", "state", "a", "micro-batch", "sends"]
+    assert [line.split()[:2] for line in lines[2:5]] == [["0", "0-1"], ["1", "2-3"], ["2", "4-5"]]
+    assert "times the mean's work" in lines[-2]
+
+
+def test_auto_takes_the_fewest_stages_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    def stages(memory: str) -> list[dict[str, object]]:
+        assert plan.main(["--stages", "auto", "--peer-memory", memory, "--log-format", "json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert [len(stages(memory)) for memory in ("1GiB", "50MiB", "36MiB", "28MiB")] == [1, 2, 3, 6]
+    assert all(row["num_bytes"] <= 36 * 2**20 for row in stages("36MiB"))
+
+
+def test_memory_that_no_cut_fits_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--stages", "auto", "--peer-memory", "20MB"]) == 2
+    line = capsys.readouterr().err
+    assert "--peer-memory 20000000: layer 5 and what its stage has besides takes" in line
+    assert plan.main(["--stages", "auto"]) == 2
+    assert "--stages auto: --peer-memory SIZE must say" in capsys.readouterr().err
+
+
+def test_a_number_of_stages_that_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--stages", "2", "--peer-memory", "30MiB"]) == 0
+    assert "Peers of 30.00 MiB can NOT serve every stage" in capsys.readouterr().out
+
+
+def test_a_local_swarm_is_planned_alike() -> None:
+    config, _ = resolve_plan(parse(["--stages", "auto", "--peer-memory", "36MiB"]))
+    assert config.num_stages == 3
+    with pytest.raises(ConfigError, match="--peer-memory SIZE"):
+        resolve_plan(parse(["--stages", "auto"]))

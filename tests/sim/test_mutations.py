@@ -31,8 +31,8 @@ from swarm.wire import messages as m
 # ---------------------------------------------------------------------------------------------------- schedules
 
 
-async def _end(simulation):
-    await simulation.finish(within_s=200.0)
+async def _end(simulation, *, within_s=200.0):
+    await simulation.finish(within_s=within_s)
     check(simulation)
     await simulation.abandon()
 
@@ -113,7 +113,7 @@ async def commit_between_forward_and_backward(seed):
 async def calm_and_tied(seed):
     simulation = Simulation(small_config(total_steps=3, model_options={"tied": True}), seed=seed)
     await simulation.start(peers_per_stage=2, trainers=1)
-    await _end(simulation)
+    await _end(simulation, within_s=30.0)
 
 
 async def prepared_at_different_attempts(seed):

@@ -269,9 +269,10 @@ def _entries(path: Path, header: Mapping[str, Any], base: int) -> Iterator[tuple
             continue
         try:
             dtype, shape, (start, end) = fields["dtype"], tuple(map(int, fields["shape"])), map(int, fields["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{path}: has a malformed header at {name}") from None
-        if dtype not in _ITEM_BYTES:
+            name.encode()
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{path}: has a malformed header at {name!r}") from None
+        if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
             raise ConfigError(f"{path}: {name} is of type {dtype}, which is not supported")
         if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise ConfigError(f"{path}: {name} of shape {shape} does not fill bytes {start} to {end}")

@@ -159,6 +159,8 @@ class HttpServer:
             raise _bad_request(404, f"there is only {PATH}")
         if request.method != "POST":
             raise _bad_request(405, "there is only POST")
+        if "Origin" in request.headers:  # a browser adds it: any page open on this machine could operate the run
+            raise _bad_request(403, "web pages are not served")
         num_bytes = request.content_length
         if num_bytes is None:
             raise _bad_request(411, "a request must tell its Content-Length")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,29 @@ def leave_the_directory(d: Path) -> str:
     return f"{INDEX_FILE}: has no weight_map"
 
 
+def edit_header(d: Path, edit: Callable[[dict[str, Any]], Any]) -> str:
+    shard = shard_of(d, "model.norm.weight")
+    data = shard.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    edit(header)
+    written = json.dumps(header).encode()
+    shard.write_bytes(len(written).to_bytes(8, "little") + written + data[end:])
+    return f"{shard.name}: "
+
+
+def endless_shape(d: Path) -> str:
+    return edit_header(d, lambda h: h["model.norm.weight"].update(shape=[math.inf])) + "has a malformed header at"
+
+
+def list_for_a_type(d: Path) -> str:
+    return edit_header(d, lambda h: h["model.norm.weight"].update(dtype=["F32"])) + "model.norm.weight is of type"
+
+
+def half_a_character(d: Path) -> str:
+    return edit_header(d, lambda h: h.update({"\ud800": h["model.norm.weight"]})) + "has a malformed header at"
+
+
 def pickle_only(d: Path) -> str:
     for path in d.glob("*.safetensors*"):
         path.unlink()
@@ -212,7 +236,7 @@ def no_config(d: Path) -> str:
 
 @pytest.mark.parametrize("damage", [
     remove_shard, add_shard, truncate_shard, cut_header, misplace_tensor, break_index, leave_the_directory, pickle_only,
-    no_weights, no_config,
+    no_weights, no_config, endless_shape, list_for_a_type, half_a_character,
 ])  # fmt: skip
 def test_damaged_files_are_named_when_the_run_is_created(damage: Callable[[Path], str], directory: Path) -> None:
     message = damage(directory)

@@ -111,6 +111,8 @@ def refusal_in(answer: bytes) -> tuple[int, str, str]:
         ("too short for a frame", post(b"SWRM"), 400, "too few"),
         ("another path", post(b"x" * 40, path="/etc/passwd"), 404, "/v1"),
         ("another method", b"GET /v1 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "POST"),
+        ("a web page", post(frame_bytes(b'{"kind":"ack"}', 0)).replace(b"Host: x", b"Host: x\r\nOrigin: http://a.page"), 403,
+         "web pages"),
         ("another version of HTTP", b"POST /v1 HTTP/1.0\r\nContent-Length: 40\r\n\r\n" + bytes(40), 505, "HTTP/1.1"),
         ("a deep JSON", post(frame_bytes(b"[" * 100_000, 0)), 400, "JSON"),
     ],

@@ -2,7 +2,7 @@
 
 `--trace` is the paper's experiment (arXiv 2301.11913, section 4.4) in a simulation that runs the product's own policies;
 `rebalancing_trace.py` describes the model. `--live equal` and `--live unequal` run swarms of real processes whose compute
-is timed occupation of the compute thread (`timed_stages.py`), so that two cores carry ten peers; all else is real. Their
+is timed occupation of the compute thread (`timed_model.py`), so that two cores carry ten peers; all else is real. Their
 references: swarms that were started with the best assignment, and the sum of what the peers can do alone.
 """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from timed_stages import SLOWNESS
+from timed_model import DATA, MODEL, SPEED_VARIABLE
 
 import launch.backbone
 import launch.stage
@@ -28,7 +28,8 @@ __all__ = ["Peer", "Phase", "Settings", "Swarm", "best_rate", "measure", "spread
 
 READY = (models.registry, swarm.peer.stage_peer, swarm.stage.device)  # imported here for the processes to come
 NUM_STAGES = 3
-MODEL = "benchmarks.timed_stages:factory"
+#: Elements of a sample.
+WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ class Swarm:
         s = self.settings
         self.root.mkdir(parents=True)
         run = self.root / "run.toml"
+        times = {name: [s.seconds * part] * NUM_STAGES for name, part in (("forward_s", 1 / 3), ("backward_s", 2 / 3))}
         run.write_text(
-            f'name = "rebalancing"\nmodel = "{MODEL}"\nmodel_options = {{seconds = {s.seconds}}}\n'
-            f'data = "benchmarks.timed_stages:dataset"\nnum_stages = {NUM_STAGES}\nsequence_length = 1\n'
+            f'name = "rebalancing"\nmodel = "{MODEL}"\ndata = "{DATA}"\nsequence_length = {WIDTH}\n'
+            f"model_options = {{width = {WIDTH}, forward_s = {times['forward_s']}, backward_s = {times['backward_s']}}}\n"
+            f"num_stages = {NUM_STAGES}\n"
             f"micro_batch_size = 4\ntarget_batch_size = {4 * s.tickets_per_step}\ntotal_steps = 100000\n"
             f'compression = "none"\neval_samples = 0\ncheckpoint_every = 0\ndelay_steps = {s.delay_steps}\n'
             f"[timing]\ngenesis_quiet_s = 6.0\nrebalance_every_s = {s.period_s if s.rebalance else 0.0}\n"
@@ -92,7 +95,7 @@ class Swarm:
             words = [*join, "--stage", str(peer.stage), "--allow-import", MODEL, "--device", "cpu", "--threads", "1"]
             pid = self._fork(f"stage{len(self.stage_pids)}", launch.stage.main, words, slowness=peer.slowness)
             self.stage_pids.append(pid)
-        words = [*join, "--data", "benchmarks.timed_stages:dataset", "--in-flight", str(s.in_flight)]
+        words = [*join, "--data", DATA, "--in-flight", str(s.in_flight)]
         self._fork("trainer", launch.trainer.main, [*words, "--metrics", str(self.root / "metrics.jsonl")])
         return self
 
@@ -103,7 +106,7 @@ class Swarm:
             self.pids.append(pid)
             return pid
         die_with_parent(parent)
-        os.environ[SLOWNESS] = str(slowness)
+        os.environ[SPEED_VARIABLE] = str(1 / slowness)
         log = os.open(self.root / f"{name}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)

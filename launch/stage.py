@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from swarm.stage.module import StageFactory
 
 PROGRAM = "launch_stage"
-#: Marks the process that works, and gives it a pipe to its supervisor.
+#: Marks the process that works, and gives it a pipe to its supervisor, and that one's pid.
 WORKER_OPTION = "--worker-of"
 #: The run that a worker which is started again served before: it may find it through anyone it knew.
 AGAIN_OPTION = "--again"
@@ -65,7 +65,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_network_options(parser)
     group.add_argument("--no-restart", action="store_true",
                        help="end with the worker process if it crashes (default: start it again)")
-    group.add_argument(WORKER_OPTION, metavar="FD", type=int, default=None, help=SUPPRESS)
+    group.add_argument(WORKER_OPTION, metavar=("FD", "PID"), type=int, nargs=2, default=None, help=SUPPRESS)
     group.add_argument(AGAIN_OPTION, metavar="RUN", default=None, help=SUPPRESS)
     add_logging_options(parser)
     return parser.parse(argv)
@@ -86,15 +86,16 @@ def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
         from launch.supervisor import Supervisor
 
         def command(fd: int, served: dict[str, Any] | None) -> list[str]:
-            words = [sys.executable, "-m", "launch.stage", *argv, WORKER_OPTION, str(fd)]
+            words = [sys.executable, "-m", "launch.stage", *argv, WORKER_OPTION, str(fd), str(os.getpid())]
             if served is not None:
                 words += ["--port", str(served["port"]), AGAIN_OPTION, served["run"], *served["fixed"]]
             return words
 
         return Supervisor(command).run()
-    die_with_parent(os.getppid())
+    report_fd, supervisor_pid = options.worker_of
+    die_with_parent(supervisor_pid)
     words = argv[: argv.index(WORKER_OPTION)]
-    return serve(options, words, PipeReports(PROGRAM, options.worker_of))
+    return serve(options, words, PipeReports(PROGRAM, report_fd))
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarm.base.errors import LinkError, RemoteError, Stalled
+from swarm.base.errors import LinkError, RemoteError, RemoteProtocolError, Stalled
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy
 from swarm.wire.framing import Buffer, Frame
@@ -57,6 +57,8 @@ async def call_stage(
                 candidate, request, Trained, buffers=buffers,
                 stall_s=link.context.config.timing.stall_s, progress=progress,
             )  # fmt: skip
+            if [hop.stage for hop in trained.hops] != list(range(stage, link.context.config.num_stages)):
+                raise RemoteProtocolError("its hops are not those from its stage to the last")
             return HopResult(trained, frame, candidate, loop.time() - began, tuple(failed))
         except RefusedBy as refused:
             if refused.code in PASSED_ON:

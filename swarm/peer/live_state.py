@@ -15,7 +15,7 @@ import torch
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, LinkError, RemoteError, RemoteProtocolError
-from swarm.base.ids import Address
+from swarm.base.ids import Address, new_incarnation
 from swarm.net.transport import Transport
 from swarm.stage.compute import MASTER_DTYPES, stage_module
 from swarm.stage.digest import digest_of
@@ -35,10 +35,12 @@ _CHUNK_ELEMENTS = 2**20
 class _Asker:
     """Asks the members of one run, without being one."""
 
-    def __init__(self, transport: Transport, config: RunConfig, run: str) -> None:
+    def __init__(self, transport: Transport, config: RunConfig, run: str, reader: str) -> None:
         self._transport = transport
         self._stall_s = config.timing.stall_s
         self.run = run
+        #: Of this export: a donor counts others from the same host by themselves.
+        self.reader = reader
 
     async def ask(self, member: m.Member, message: m.Message, expect: type[M]) -> tuple[M, Frame]:
         reply = await self._transport.call(Address(member.host, member.port), Frame(message), stall_s=self._stall_s)
@@ -67,7 +69,7 @@ async def fetch_parameters(
     """
     if info.record is None:
         raise ConfigError("the run has not begun: there is nothing to export yet")
-    asker = _Asker(transport, config, info.record.run)
+    asker = _Asker(transport, config, info.record.run, new_incarnation(rng))
     offers = await _one_head(asker, info.record, deadline_s, rng)
     try:
         stages = [Layout.of(stage_module(factory, stage, config.frozen)) for stage in range(config.num_stages)]
@@ -96,7 +98,8 @@ async def _one_head(
         why = "it has no member"
         for member in rng.sample(members[stage], len(members[stage])):
             try:
-                manifest, _ = await asker.ask(member, m.StateOffer(run=asker.run, stage=stage), m.StateManifest)
+                wanted = m.StateOffer(run=asker.run, stage=stage, reader=asker.reader)
+                manifest, _ = await asker.ask(member, wanted, m.StateManifest)
                 return member, manifest
             except (LinkError, RemoteError) as error:
                 why = str(error)
@@ -127,11 +130,12 @@ async def _download(
     flat = torch.empty(num_elements, dtype=dtype)
     for offset in range(0, num_elements, _CHUNK_ELEMENTS):
         wanted = m.StateRange(
-            run=asker.run, stage=stage, head=manifest.record.head, name=_MASTERS, offset=offset, length=_CHUNK_ELEMENTS
-        )
+            run=asker.run, stage=stage, head=manifest.record.head, name=_MASTERS, offset=offset, length=_CHUNK_ELEMENTS,
+            reader=asker.reader,
+        )  # fmt: skip
         _, frame = await asker.ask(member, wanted, m.StateChunk)
         target = flat[offset : offset + _CHUNK_ELEMENTS]
-        part = decode_tensor(frame.message.tensors[0], frame.buffers[0])
+        part = decode_tensor(*frame.only_tensor())
         if part.shape != target.shape:
             raise RemoteError(f"stage {stage}: a range came back with the wrong length")
         target.copy_(part)
@@ -145,6 +149,7 @@ async def _let_go(asker: _Asker, offers: dict[int, Offer]) -> None:
 
     async def one(stage: int, member: m.Member, manifest: m.StateManifest) -> None:
         with contextlib.suppress(LinkError, RemoteError):
-            await asker.ask(member, m.StateOffer(run=asker.run, stage=stage, release=manifest.record.head), m.Ack)
+            release = m.StateOffer(run=asker.run, stage=stage, release=manifest.record.head, reader=asker.reader)
+            await asker.ask(member, release, m.Ack)
 
     await asyncio.gather(*(one(stage, *offer) for stage, offer in offers.items()))

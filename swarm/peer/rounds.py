@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swarm.averaging.all_reduce import Payload, Round, RoundFailed
-from swarm.base.errors import RemoteError, RemoteProtocolError
+from swarm.base.errors import RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
@@ -149,9 +149,7 @@ class Rounds:
         _, frame = await self._link.ask(
             target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
         )
-        if len(frame.buffers) != 1:
-            raise RemoteProtocolError("a reduced chunk is one tensor")
-        return frame.message.tensors[0], frame.buffers[0]
+        return frame.only_tensor()
 
     async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
@@ -202,9 +200,12 @@ class Rounds:
                 run=self._link.context.run, stage=self._member.stage, step=step, digest=digest, offset=offset,
                 length=CHUNK_ELEMENTS,
             )  # fmt: skip
-            reply, frame = await self._link.ask(holder, request, m.AverageCopy)
-            part = decode_tensor(reply.tensors[0], frame.buffers[0])
-            flat[offset : offset + CHUNK_ELEMENTS] = part
+            _, frame = await self._link.ask(holder, request, m.AverageCopy)
+            target = flat[offset : offset + CHUNK_ELEMENTS]
+            part = decode_tensor(*frame.only_tensor())
+            if part.shape != target.shape:
+                raise RemoteError("a part of the average came back with the wrong length")
+            target.copy_(part)
         if (await self._member.background.run(lambda: digest_of([flat]), Priority.CONTROL)).value != digest:
             raise RemoteError(f"the average from {holder.peer[:8]} has another digest")
         return flat

@@ -18,7 +18,7 @@ from swarm.peer.coordinator import Coordinator, Demoted
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
-from swarm.wire.records import PeerRecord
+from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +126,8 @@ class Seat:
                     reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
             except (LinkError, RemoteError, TimeoutError):
                 continue
-            counter = int(reply.detail.get("ballot", 0))
-            self._highest = max(self._highest, counter)
+            counter = reply.detail.get("ballot", 0)
+            self._highest = max(self._highest, counter if isinstance(counter, int) else 0)
             if reply.detail.get("coordinator"):
                 self._know(member)
                 return True
@@ -244,5 +244,5 @@ class Seat:
         return PeerRecord(
             peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.advertise_host,
             port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
-            sequence=context.identity.next_sequence(), ballot=ballot.counter,
+            sequence=context.identity.next_sequence(), ballot=min(ballot.counter, MAX_RECORD_BALLOT),
         )  # fmt: skip

@@ -236,7 +236,7 @@ class _Incoming:
         stall_s = self._link.context.config.timing.stall_s
         _, frame = await self._link.ask(donor, ask, m.StateChunk, stall_s=stall_s)
         target = self._tensors[name][offset : offset + RANGE_ELEMENTS]
-        part = decode_tensor(frame.message.tensors[0], frame.buffers[0])
+        part = decode_tensor(*frame.only_tensor())
         if part.shape != target.shape:
             raise RemoteError(f"{name}: a range came back with the wrong length")
         target.copy_(part)

@@ -85,7 +85,7 @@ class TiedSums:
             reply, frame = await self._link.ask(
                 holder, request, m.AverageCopy, stall_s=self._member.config.timing.stall_s, progress=state.from_others
             )
-            part = decode_tensor(reply.tensors[0], frame.buffers[0])
+            part = decode_tensor(*frame.only_tensor())
             if part.dtype != flat.dtype or reply.total != total or part.shape != flat[offset : offset + CHUNK_ELEMENTS].shape:
                 raise RemoteError(f"its sum of {wanted.name} has another shape or type")
             if not is_finite(part):

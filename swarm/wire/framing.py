@@ -15,7 +15,7 @@ from typing import Any, Union
 from pydantic import ValidationError
 
 from swarm.base.errors import RemoteProtocolError
-from swarm.wire.messages import MESSAGE_ADAPTER, PROTOCOL_MAJOR, PROTOCOL_MINOR, Message
+from swarm.wire.messages import MESSAGE_ADAPTER, PROTOCOL_MAJOR, PROTOCOL_MINOR, Message, TensorSpec
 
 Buffer = Union[bytes, bytearray, memoryview]
 
@@ -36,6 +36,16 @@ class Frame:
     @property
     def body_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.message.tensors)
+
+    def only_tensor(self) -> tuple[TensorSpec, Buffer]:
+        """The one tensor that the body is.
+
+        Raises:
+            RemoteProtocolError: it holds none, or several.
+        """
+        if len(self.buffers) != 1:
+            raise RemoteProtocolError(f"{self.message.kind} came with {len(self.buffers)} tensors instead of one")
+        return self.message.tensors[0], self.buffers[0]
 
 
 @dataclass(frozen=True, slots=True)

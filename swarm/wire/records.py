@@ -23,6 +23,8 @@ MAX_RECORD_BYTES = 1000
 #: A DHT key in UTF-8; it travels beside the record that is signed for it.
 MAX_KEY_BYTES = 160
 MAX_TTL_S = 3600.0
+#: A hint: whoever has a higher one says this.
+MAX_RECORD_BALLOT = 2**63 - 1
 
 #: Why a record is no good in itself; receivers count refusals by these words.
 RefusalReason = Literal["oversize", "forged", "malformed"]
@@ -52,7 +54,7 @@ class PeerRecord(BaseModel):
     stage: Annotated[int, Field(ge=-1, lt=1024)] = -1
     step: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     state: Annotated[str, StringConstraints(max_length=32)] = ""
-    ballot: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    ballot: Annotated[int, Field(ge=0, le=MAX_RECORD_BALLOT)] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,17 @@ from swarm.net.memory import MemoryTransport
 from swarm.peer.joining import fetch_run
 from swarm.peer.live_state import fetch_parameters
 from swarm.stage.layout import Layout
+from swarm.wire.messages import StateRange
 
 
 def visitor(simulation: Simulation) -> MemoryTransport:
     return MemoryTransport(simulation.network, Address("10.9.9.9", 1))
 
 
-async def fetch(simulation: Simulation, transport: MemoryTransport, *, deadline_s: float = 60.0):
+async def fetch(simulation: Simulation, transport: MemoryTransport, *, deadline_s: float = 60.0, seed: int = 1):
     info = await fetch_run(transport, [simulation.nodes["backbone0"].address], deadline_s=5.0)
     return await fetch_parameters(
-        transport, info, simulation.config, simulation.factory, deadline_s=deadline_s, rng=random.Random(1)
+        transport, info, simulation.config, simulation.factory, deadline_s=deadline_s, rng=random.Random(seed)
     )
 
 
@@ -59,6 +60,34 @@ def test_a_live_run_gives_all_stages_of_one_head_and_goes_on() -> None:
         await simulation.finish()
         check(simulation)
         await transport.close()
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_two_exports_from_one_machine_do_not_disturb_each_other() -> None:
+    torch.set_num_threads(1)
+
+    async def main() -> None:
+        simulation = Simulation(small_config(total_steps=12), seed=5)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await simulation.began()
+        second = visitor(simulation)
+        records = []
+
+        class First(MemoryTransport):
+            async def call(self, address, request, **options):
+                if isinstance(request.message, StateRange) and not records:
+                    records.append((await fetch(simulation, second, seed=2))[0])
+                return await super().call(address, request, **options)
+
+        first = First(simulation.network, Address("10.9.9.9", 2))
+        record, _ = await fetch(simulation, first)
+        assert records[0].step == record.step, "the second came and went while the first was under way"
+        await first.close()
+        await second.close()
+        await simulation.finish()
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())

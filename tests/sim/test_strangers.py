@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from phases import committed, until
 from simulation import Simulation, check, small_config
 
 from swarm.base.ids import Address, Ballot, Ticket
@@ -79,11 +80,56 @@ def test_tickets_that_are_none_of_the_run_are_refused():
 def huge_ballot(simulation):
     record = simulation.commits[max(simulation.commits)]
     stranger = record.members[0][0].model_copy(update={"peer": "f" * 40})
-    yield m.Elect(run=record.run, ballot=Ballot(2**60, "f" * 40), coordinator=stranger), ()
+    yield m.Elect(run=record.run, ballot=Ballot(2**63, "f" * 40), coordinator=stranger), ()
 
 
 def test_a_huge_ballot_costs_an_election_and_no_more():
     attack(huge_ballot, refused=False)
+
+
+def malformed_answers(config, falsify, *, name):
+    """Run a swarm in which the peer `name` answers with what `falsify` makes of its frames; a newcomer joins its stage."""
+
+    async def main():
+        simulation = Simulation(config, seed=33)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 1)
+        simulation.falsify[simulation.nodes[name].address] = falsify
+        newcomer = await simulation.add_stage_peer("newcomer", 0)
+        await until(lambda: newcomer.peer.membership.serving, "the newcomer serves")
+        await simulation.finish(within_s=120)
+        assert all(node.running.exception() is None for node in simulation.nodes.values() if node.running.done())
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def without_tensors(frame):
+    if not isinstance(frame.message, m.StateChunk | m.AverageCopy):
+        return frame
+    return Frame(frame.message.model_copy(update={"tensors": ()}))
+
+
+def with_other_stages(frame):
+    if not isinstance(frame.message, m.Trained):
+        return frame
+    hops = tuple(hop.model_copy(update={"stage": hop.stage + 500}) for hop in frame.message.hops)
+    return Frame(frame.message.model_copy(update={"hops": hops}), frame.buffers)
+
+
+def with_words_for_a_ballot(frame):
+    if not isinstance(frame.message, m.StatusReply):
+        return frame
+    return Frame(frame.message.model_copy(update={"detail": {**frame.message.detail, "ballot": "a high one"}}))
+
+
+@pytest.mark.parametrize(
+    ("falsify", "name"),
+    [(without_tensors, "stage0.0"), (with_other_stages, "stage0.0"), (with_words_for_a_ballot, "backbone0")],
+)
+def test_an_answer_that_does_not_fit_its_question_ends_nobody(falsify, name):
+    malformed_answers(small_config(total_steps=12), falsify, name=name)
 
 
 @pytest.mark.parametrize("count", [5000])

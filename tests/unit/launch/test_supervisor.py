@@ -103,3 +103,13 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(timeout=10) == 0
     assert [port for port, _ in lives_in(tmp_path)] == [0, 4001]
+
+
+def test_a_worker_whose_supervisor_died_before_it_looked_ends() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    worker = subprocess.run(
+        [sys.executable, "-m", "launch.stage", "--join", "127.0.0.1:1", "--worker-of", "1", str(gone.pid)],
+        capture_output=True, text=True, timeout=20, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (worker.returncode, worker.stdout, worker.stderr) == (1, "", ""), "it ended before it asked anybody"

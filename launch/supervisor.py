@@ -85,3 +85,4 @@ class Supervisor:
         self._stopped.set()
         if self._worker is not None and self._worker.poll() is None:
             self._worker.send_signal(signal.SIGKILL if again else number)
+            self._worker.send_signal(signal.SIGCONT)  # one that was stopped would never hear of it

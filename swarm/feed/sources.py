@@ -105,6 +105,11 @@ def _json_records(path: Path) -> Iterator[tuple[str, Record]]:
             raise ConfigError(f"{where}: is not JSON") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{where}: is no JSON object")
+        if "\\ud" in line.lower():  # an escape may stand for half of a character that takes two
+            try:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"{where}: holds half of a character (\\ud800 to \\udfff by itself)") from None
         yield where, record
 
 

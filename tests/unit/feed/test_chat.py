@@ -16,6 +16,7 @@ from swarm.base.ids import Ticket
 from swarm.feed.chat import Example, example_of
 from swarm.feed.feed import open_feed
 from swarm.feed.packing import PackedExamples
+from swarm.feed.sources import records_of
 from swarm.feed.tokenizers import ByteTokenizer, DirectoryTokenizer, Tokenizer
 from tests.unit.feed.chat_tokenizer import TEMPLATE, write_chat_tokenizer
 
@@ -227,6 +228,17 @@ def test_tables_without_pyarrow_say_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
     with pytest.raises(ConfigError, match=r"x.parquet: reading it needs pyarrow: pip install 'swarm-train\[tables\]'"):
         open_feed(CONFIG, str(tmp_path / "x.parquet"), None, None)
+
+
+@pytest.mark.parametrize("escape", ["\\ud83d", "\\uDE00"])
+def test_half_a_character_is_refused_with_its_line(escape: str, tmp_path: Path) -> None:
+    chat_file = tmp_path / "x.jsonl"
+    whole = '{"prompt": "a", "completion": "\\ud83d\\ude00"}\n'
+    chat_file.write_text(whole)
+    assert len(list(records_of(str(chat_file)))) == 1, "two halves are a character"
+    chat_file.write_text(whole + f'{{"prompt": "a", "completion": "b{escape}"}}\n')
+    with pytest.raises(ConfigError, match="line 2: holds half of a character"):
+        list(records_of(str(chat_file)))
 
 
 def test_text_among_conversations_is_refused_with_its_line(chat_file: Path, directory: Path) -> None:

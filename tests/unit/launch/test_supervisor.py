@@ -95,6 +95,14 @@ def test_a_stop_signal_reaches_the_worker_and_ends_both(tmp_path: Path) -> None:
         os.kill(lives_in(tmp_path)[0][1], 0)
 
 
+def test_a_stop_signal_reaches_a_worker_that_was_stopped(tmp_path: Path) -> None:
+    supervisor = start(tmp_path, "serve")
+    until_lives(tmp_path, 1)
+    os.kill(lives_in(tmp_path)[0][1], signal.SIGSTOP)
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(timeout=10) == 0
+
+
 def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     supervisor = start(tmp_path, "serve")
     until_lives(tmp_path, 1)

@@ -66,8 +66,8 @@ def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
     best: tuple[float, int, float] | None = None
     while search.raise_slowest():
         after = min(search.rates)
-        gain = after - before
-        if gain <= least_gain * before or gain <= 0.0:
+        accepted = before if best is None else best[2]  # what is added must gain as much again, or noise would move peers
+        if after <= accepted * (1 + least_gain) or after <= accepted:
             continue
         worth = _worth(swarm, search.moves, before=before, after=after, horizon_s=HORIZON_PERIODS * period_s)
         if worth > 0 and (best is None or worth > best[0] * (1 + TOLERANCE)):

@@ -46,7 +46,7 @@ def assert_nothing_twice(simulation: Simulation, calls: Log) -> None:
 
 def test_six_two_two_becomes_four_three_three_and_nothing_is_computed_twice():
     async def main():
-        simulation = Simulation(config(every_s=0.5, total_steps=20), seed=44)
+        simulation = Simulation(config(every_s=0.5, total_steps=20), seed=41)
         calls = Log(simulation, kind(m.Train))
         await start(simulation, [6, 2, 2])
         await simulation.finish()

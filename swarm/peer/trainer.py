@@ -1,7 +1,8 @@
 """A trainer: leases tickets, sends each micro-batch on its way, reports it done, and tells what each record says.
 
 One process keeps all stages busy: micro-batches are in flight at once, as many as `policy/in_flight.py` allows. Needs no
-torch. Owns the data feed's use and the wiring; decides nothing about steps.
+torch. Owns the leases and what becomes of each ticket; the way of one micro-batch is in `passes.py`, evaluation in
+`evaluating.py`. Decides nothing about steps.
 """
 
 from __future__ import annotations
@@ -9,22 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError, RemoteRefused, SwarmError
 from swarm.base.ids import Ticket
-from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
-from swarm.peer.hop import call_stage
+from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
-from swarm.peer.reports import BatchLike, Evaluation, FeedLike, RoundTrips, StepReport, payload_of
+from swarm.peer.passes import Passes
+from swarm.peer.reports import Evaluation, FeedLike, StepReport, payload_of
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.peer.wiring import Wiring
 from swarm.policy.in_flight import InFlightControl
 from swarm.policy.routing import StageRouter
 from swarm.wire import messages as m
-from swarm.wire.framing import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,8 @@ class Trainer:
             self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known
         )
         ban_s = self.config.timing.record_ttl_s
-        self._wiring = Wiring(self.config.num_stages, context.rng, max_ban_s=ban_s, router=router)
+        self._passes = Passes(self.link, Wiring(self.config.num_stages, context.rng, max_ban_s=ban_s, router=router))
+        self._evaluator = Evaluator(self.link, self._passes, feed)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
         start = min(highest, in_flight or 3 * self.config.num_stages)
         self._control = InFlightControl(start, highest=highest)
@@ -101,7 +101,6 @@ class Trainer:
         self._ended = asyncio.Event()
         self.finished = False
         self._retries = 0
-        self._round_trips = RoundTrips()
         self.waiting_for = ""
 
     # ------------------------------------------------------------------------------------------------ life
@@ -222,7 +221,12 @@ class Trainer:
                 self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
             self._start_tickets()
             if leased.evaluate and not self._stopping and record is not None:
-                await self._evaluate(record)
+                evaluation = await self._evaluator.evaluate(record)
+                if evaluation is not None:
+                    self._on_evaluation(evaluation)
+                loss_sum, tokens = (evaluation.loss * evaluation.tokens, evaluation.tokens) if evaluation else (0.0, 0)
+                self._evaluated = (record.step, loss_sum, tokens)
+                self._report.set()
 
     @property
     def _ahead(self) -> int:
@@ -292,7 +296,7 @@ class Trainer:
             if not record.newer_than(known):
                 continue
             self.record = record
-            self._wiring.set_record(record)
+            self._passes.wiring.set_record(record)
             if self._first_step is None:
                 self._first_step = record.step + 1
             set_back = known is not None and (record.era > known.era or record.step <= known.step)
@@ -305,8 +309,8 @@ class Trainer:
                 self._done.clear()
             elif record.step >= 0:
                 now = loop.time()
-                self._on_step(StepReport(record, now - self._last_commit_at, self._retries, self._round_trips))
-                self._last_commit_at, self._retries, self._round_trips = now, 0, RoundTrips()
+                self._on_step(StepReport(record, now - self._last_commit_at, self._retries, self._passes.taken_round_trips()))
+                self._last_commit_at, self._retries = now, 0
             else:
                 self._last_commit_at = loop.time()
         self.finished = self.finished or leased.finished
@@ -346,7 +350,9 @@ class Trainer:
         give_up_at = loop.time() + self.config.timing.stage_lost_s
         while True:
             try:
-                trained = await self._pass("train", ticket, self._head_for(ticket.step), tensors, buffers, downstream)
+                avoid = self._avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
+                head = self._head_for(ticket.step)
+                trained = await self._passes.train(ticket, head, tensors, buffers, downstream, avoid)
                 if trained.overflow and ticket not in self._avoid:
                     # What others make of it tells whether the ticket or one of these peers is to blame.
                     self._avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
@@ -387,90 +393,3 @@ class Trainer:
         if record.step == base:
             return record.previous_head
         raise Refuse("ahead", f"step {step} builds on {base} commits, the newest record has {record.step + 1}")
-
-    async def _pass(
-        self, mode: Any, ticket: Ticket, head: str, tensors: tuple[m.TensorSpec, ...], buffers: list[Buffer],
-        downstream: dict[int, str],
-    ) -> m.Trained:  # fmt: skip
-        """One pass along one route.
-
-        Raises:
-            RemoteError: nobody could take it; the wiring knows who failed.
-        """
-        loop = asyncio.get_running_loop()
-        num_samples = tensors[0].shape[0] if tensors[0].shape else 1
-        avoid = self._avoid.get(ticket, frozenset()) | self._movers_before(ticket.step) if mode == "train" else frozenset()
-        route = self._wiring.route(num_samples, now=loop.time(), downstream=downstream, avoid=avoid)
-        if isinstance(route, int):
-            raise RemoteError(f"stage {route} has no peer that may be tried now")
-        downstream.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
-
-        def request(remaining: m.Route) -> m.Train:
-            return m.Train(
-                run=self.context.run, mode=mode, ticket=ticket, head=head, stage=0, route=remaining, tensors=tensors
-            )
-
-        progress = Progress()
-        try:
-            result = await call_stage(self.link, route, request, buffers, stage=0, progress=progress)
-        except Refuse as refused:  # every candidate of stage 0 failed
-            if refused.code == "failed_everywhere":
-                raise
-            for candidate in route[0]:
-                self._wiring.failed(0, candidate.peer, now=loop.time(), waited_s=0.0, num_samples=num_samples)
-            raise RemoteError(str(refused)) from None
-        for member, _, waited_s in result.failed:
-            self._wiring.failed(0, member.peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)
-        for hop in result.trained.hops:
-            downstream[hop.stage] = hop.peer
-            for peer, reason in hop.failed:
-                waited_s = self.config.timing.stall_s if reason.startswith("Stalled") else 0.0
-                self._wiring.failed(hop.stage, peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)
-        if mode == "train":
-            self._wiring.observe(route, result.trained.hops, num_samples)
-            self._round_trips.add(result.seconds, result.trained.hops)
-        return result.trained
-
-    # ------------------------------------------------------------------------------------------------ evaluation
-
-    async def _evaluate(self, record: m.CommitRecord) -> None:
-        """Mean loss over the held-out samples at `record.head`; nothing trains meanwhile."""
-        limit = asyncio.Semaphore(2 * self.config.num_stages)
-
-        async def one(number: int, batch: BatchLike) -> tuple[float, int]:
-            tensors, buffers = payload_of(batch)
-            async with limit:
-                for attempt in range(20):
-                    try:
-                        ticket = Ticket(record.step + 1, number)
-                        trained = await self._pass("eval", ticket, record.head, tensors, buffers, {})
-                        return trained.loss_sum, trained.tokens
-                    except (LinkError, RemoteError) as error:
-                        logger.info("evaluation batch %d again: %s", number, error)
-                        await asyncio.sleep(0.1 * (attempt + 1))
-            raise RemoteError(f"evaluation batch {number} found no route")
-
-        try:
-            parts = await asyncio.gather(*(one(i, b) for i, b in enumerate(self._feed.eval_batches())))
-        except RemoteError as error:
-            logger.warning("no evaluation after step %d: %s", record.step + 1, error)
-            parts = []
-        loss_sum, tokens = sum(p[0] for p in parts), sum(p[1] for p in parts)
-        if tokens:
-            evaluation = Evaluation(record.step + 1, record.head, loss_sum / tokens, tokens)
-            self._on_evaluation(evaluation)
-            await self._tell_members(record, evaluation)
-        self._evaluated = (record.step, loss_sum, tokens)
-        self._report.set()
-
-    async def _tell_members(self, record: m.CommitRecord, evaluation: Evaluation) -> None:
-        """They keep their best checkpoint; whoever does not hear it keeps what it has."""
-        told = m.Evaluated(run=self.context.run, step=evaluation.step, head=evaluation.head, loss=evaluation.loss)
-
-        async def tell(member: m.Member) -> None:
-            try:
-                await self.link.ask(member, told, m.Ack)
-            except (LinkError, RemoteError) as error:
-                logger.debug("evaluation not told to %s: %s", member.peer[:8], error)
-
-        await asyncio.gather(*(tell(x) for members in record.members for x in members if x.ready))

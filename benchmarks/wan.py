@@ -3,7 +3,8 @@
 The link is scaled to the card: the published figures (SWARM, arXiv 2301.11913, table 1) are of V100s at 500 Mb/s, so a card
 with N times the peak of a V100 (125 TFLOP/s) gets N times 500 Mb/s in each direction, and the same bytes per floating-point
 operation. The delay is added in each direction. Utilisation: tokens/s through the swarm over tokens/s of one stage's
-forward and backward in a loop on the same card (`alone`). Activations are 8-bit; the optimizer is off (one long step).
+forward and backward in a loop on the same card (`alone`). With one card the two stages share it: each has half the card,
+half the link, and the card's utilisation is the sum of both. Activations are 8-bit; the optimizer is off (one long step).
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ V100_FLOPS, V100_LINK = 125e12, 500e6 / 8
 #: Dense bf16 peak of cards, in floating-point operations per second.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12}
 START_TIMEOUT_S = 240.0
+#: Bytes for each parameter that a peer counts for applying steps, which these never do.
+UNUSED_BYTES = 22
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class Shape:
     micro_batch: int
     #: Hidden states are narrowed so many times at the boundary.
     bottleneck: int = 1
+
+    @property
+    def num_parameters(self) -> int:
+        return self.hidden * (4 * self.hidden + 3 * self.ffn)
 
     @property
     def width(self) -> int:
@@ -115,8 +122,11 @@ def alone(config_path: Path, device: str, seconds: float) -> float:
 class Swarm:
     """A backbone, one peer of each of two stages and a trainer, each on a loopback address behind the proxy."""
 
-    def __init__(self, directory: Path, config: RunConfig, devices: Sequence[str], first_host: int, port: int) -> None:
+    def __init__(
+        self, directory: Path, config: RunConfig, num_parameters: int, devices: Sequence[str], first_host: int, port: int
+    ) -> None:
         self._port = port
+        self._num_parameters = num_parameters
         (directory / "run.json").write_bytes(config.to_bytes())
         rng = random.Random(0)
         (directory / "data.txt").write_text("".join(chr(rng.randrange(32, 127)) for _ in range(2**21)))
@@ -132,8 +142,8 @@ class Swarm:
     def start(self) -> None:
         run = ["--run", str(self._directory / "run.json")]
         join = ["--join", f"{self.hosts[0][1]}:{self._port}"]
-        is_large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 100e9
-        memory = "110GiB" if is_large else "64GiB"
+        card = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 64 * 2**30
+        memory = str(int(0.86 * card / stages_per_card() + UNUSED_BYTES * self._num_parameters))
         self._spawn(0, "backbone", run)
         for stage in (0, 1):
             self._spawn(1 + stage, "stage", [*join, "--stage", str(stage), "--device",
@@ -208,6 +218,10 @@ async def measure(swarm: Swarm, shaper: Shaper, tokens: int, options: argparse.N
     return cells
 
 
+def stages_per_card() -> int:
+    return 2 if torch.cuda.device_count() == 1 else 1
+
+
 def link_of(options: argparse.Namespace) -> tuple[str, float]:
     """Name of the card and the scaled rate in bytes per second."""
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
@@ -216,7 +230,7 @@ def link_of(options: argparse.Namespace) -> tuple[str, float]:
         return card, options.link
     if peak is None:
         raise SystemExit(f"the peak of {card!r} is not known: name the link with --link BYTES_PER_S")
-    return card, V100_LINK * peak / V100_FLOPS
+    return card, V100_LINK * peak / V100_FLOPS / stages_per_card()
 
 
 def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequence[int], first_host: int) -> dict[str, Any]:
@@ -236,7 +250,7 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        swarm = Swarm(directory, config, devices, first_host, port)
+        swarm = Swarm(directory, config, shape.num_parameters, devices, first_host, port)
         with Shaper(swarm.lines(rate), port) as shaper:
             try:
                 swarm.start()
@@ -244,7 +258,7 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
             finally:
                 swarm.close()
     # Per token and direction: a byte for each hidden unit, and an fp32 scale for each 4,096 of them.
-    bound = rate / (shape.width * (1 + 4 / 4096)) / reference
+    bound = stages_per_card() * rate / (shape.width * (1 + 4 / 4096)) / reference
     return {"shape": name, "alone_tokens_per_s": reference, "link_bound_percent": 100 * bound, "cells": cells}
 
 
@@ -316,7 +330,7 @@ def main() -> None:
     for result in results:
         published = dict(zip(DELAYS_MS, PUBLISHED.get(result["shape"], ()), strict=False))
         for cell in result["cells"]:
-            cell["utilisation"] = 100 * cell["tokens_per_s"] / result["alone_tokens_per_s"]
+            cell["utilisation"] = 100 * stages_per_card() * cell["tokens_per_s"] / result["alone_tokens_per_s"]
             rows.append({
                 "shape": result["shape"], "delay ms": cell["delay_ms"], "utilisation %": cell["utilisation"],
                 "published %": published.get(cell["delay_ms"], float("nan")), "link allows %": result["link_bound_percent"],
@@ -325,7 +339,7 @@ def main() -> None:
             })  # fmt: skip
     facts = machine() | {
         "cards": f"{torch.cuda.device_count()} x {card}",
-        "link": f"{rate * 8 / 1e9:.2f} Gb/s each way for a peak of {rate / V100_LINK * V100_FLOPS / 1e12:.0f} TFLOP/s "
+        "link": f"{rate * 8 / 1e9:.2f} Gb/s each way for a stage's {rate / V100_LINK * V100_FLOPS / 1e12:.0f} TFLOP/s at peak "
                 f"(published: 0.5 Gb/s for 125 TFLOP/s); the delay is added each way",
         "model": "; ".join(f"{name}: hidden {s.hidden}, ffn {s.ffn}, micro-batch {s.micro_batch} x {s.sequence} tokens"
                            for name, s in SHAPES.items() if name in options.shapes.split(",")),

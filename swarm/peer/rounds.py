@@ -146,6 +146,7 @@ class Rounds:
             number=number, tensors=specs,
         )  # fmt: skip
         timing = self._member.config.timing
+        self._member.average_bytes_sent += sum(spec.num_bytes for spec in specs)
         _, frame = await self._link.ask(
             target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
         )
@@ -177,6 +178,7 @@ class Rounds:
             raise Refuse("failed", str(failure)) from None
         except ValueError as error:
             raise Refuse("bad_request", str(error)) from None
+        self._member.average_bytes_sent += spec.num_bytes
         return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))
 
     async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:
@@ -189,6 +191,7 @@ class Rounds:
         if average is not None:
             part = average.flat[message.offset : message.offset + message.length]
             spec, buffer = encode_tensor("average", part, "raw", "state")
+            self._member.average_bytes_sent += spec.num_bytes
             return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
         raise Refuse("unknown", f"no such average of step {message.step} is held")
 

@@ -126,6 +126,8 @@ class StageMember:
         self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
         #: What this peer's link carries, measured by `rounds.py`.
         self.upload, self.download = Meter(), Meter()
+        #: Of slices, reduced slices and copies of averages, as coded, since the start; counted by `rounds.py`.
+        self.average_bytes_sent = 0
         self.commit_lock = asyncio.Lock()
         #: Called after each record was applied or queued, in order.
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []

@@ -132,6 +132,7 @@ class StagePeer:
                 "parameters": member.compute.layout.num_elements,
                 "upload_bytes_per_s": round(member.upload.rate or 0),
                 "download_bytes_per_s": round(member.download.rate or 0),
+                "bytes_sent": self.context.transport.carried()[0], "average_bytes_sent": member.average_bytes_sent,
                 "shares": self.leader.shares.reason,
                 "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
                 "state_digest": member.state_digest[:16],

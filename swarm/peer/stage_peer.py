@@ -135,7 +135,7 @@ class StagePeer:
                 "bytes_sent": self.context.transport.carried()[0], "average_bytes_sent": member.average_bytes_sent,
                 "shares": self.leader.shares.reason,
                 "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
-                "state_digest": member.state_digest[:16],
+                "state_digest": member.state_digest[:16], **self._device.memory_peaks(),
             },
             stages=member.record.members if member.record else (), stage=self.stage,
         )  # fmt: skip

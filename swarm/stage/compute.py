@@ -238,6 +238,7 @@ class StageCompute:
             return self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
         storages: dict[int, int] = {}
         held = [*a.version.parameters.values(), *a.inputs.values(), *(a.labels or {}).values()]
+        held += [*self._module.parameters(), *self._module.buffers()]  # what is not trained is there once for all
         own = {t.untyped_storage().data_ptr() for t in held}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -121,6 +121,12 @@ class CudaDevice(Device):
         self._waiter = ThreadExecutor("downloads", prepare=lambda: torch.cuda.set_device(device))
         self.allocate = pinned_buffer
 
+    def memory_peaks(self) -> dict[str, int]:
+        return {
+            "peak_tensor_bytes": torch.cuda.max_memory_allocated(self._device),
+            "peak_device_bytes": torch.cuda.max_memory_reserved(self._device),
+        }
+
     def begin(self) -> None:
         self._began = _event_on(self._compute, timed=True)
 

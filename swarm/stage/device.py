@@ -88,6 +88,10 @@ class Device(abc.ABC):
     #: Gives the transport memory to receive into; None where any will do.
     allocate: Allocate | None = None
 
+    def memory_peaks(self) -> dict[str, int]:
+        """For an operator: the most bytes that tensors had, and that this process held for them; empty where untold."""
+        return {}
+
     @abc.abstractmethod
     def begin(self) -> None:
         """A job begins."""

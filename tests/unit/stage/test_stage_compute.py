@@ -314,6 +314,14 @@ def test_parameters_are_no_part_of_a_graphs_bytes() -> None:
     assert 10 * 300 * 8 <= activation.graph_bytes < 200 * 300 * 8
 
 
+def test_frozen_parameters_are_no_part_of_a_graphs_bytes() -> None:
+    """They are there once, not for each micro-batch: with adapters, nearly everything is frozen."""
+    compute = StageCompute(WideFactory(), 0, precision="fp64", seed=0, frozen=["linear.*"])
+    x = torch.ones(10, 200, dtype=torch.float64)
+    activation = compute.forward(version_of(compute), TICKET, {"x": x}, None, keep_graph=True)
+    assert activation.graph_bytes == 10 * 300 * 8
+
+
 def test_inputs_are_no_part_of_a_graphs_bytes() -> None:
     """The input is held in any case, and counted where it came in: counted twice, half the memory stays unused."""
     compute = StageCompute(WideFactory(), 0, precision="fp64", seed=0)

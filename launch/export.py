@@ -84,12 +84,13 @@ Exported = tuple[RunConfig, "dict[str, torch.Tensor]", int, str]
 
 
 def _from_checkpoints(options: Namespace) -> Exported:
-    from swarm.stage.checkpoint import find_complete
+    from swarm.stage.checkpoint import StageCheckpoint, use_complete
 
-    found = find_complete(options.checkpoints, step=options.step, best=options.best)
-    config = parse_config_bytes(found[0].config_bytes)
-    parameters = {name: value for checkpoint in found for name, value in checkpoint.parameters().items()}
-    return config, parameters, found[0].record.step + 1, found[0].record.head
+    found = use_complete(options.checkpoints, StageCheckpoint.parameters, step=options.step, best=options.best)
+    config = parse_config_bytes(found[0][0].config_bytes)
+    parameters = {name: value for _, tensors in found for name, value in tensors.items()}
+    record = found[0][0].record
+    return config, parameters, record.step + 1, record.head
 
 
 async def _from_peers(options: Namespace, address: Address) -> Exported:

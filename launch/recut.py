@@ -60,12 +60,12 @@ def new_config(old: RunConfig, options: Namespace) -> RunConfig:
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     from models.registry import factory_of
-    from swarm.stage.checkpoint import find_complete
+    from swarm.stage.checkpoint import StageCheckpoint, use_complete
     from swarm.stage.fork import fork, step_after
 
     if options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a new directory")
-    found = find_complete(options.checkpoints, step=options.step)
+    found = [checkpoint for checkpoint, _ in use_complete(options.checkpoints, StageCheckpoint.check, step=options.step)]
     old = parse_config_bytes(found[0].config_bytes)
     new = new_config(old, options)
     step, again = step_after(old, new, found[0].record.step + 1)

@@ -9,11 +9,13 @@ A directory appears under its name only when it is complete. Knows no network.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +29,13 @@ from swarm.stage.optimizer import OptimizerState
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import CommitRecord
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_DESCRIPTION = "checkpoint.json"
+_BEST_FILE = "best.json"
+
 
 @dataclass(frozen=True)
 class StageCheckpoint:
@@ -39,18 +48,37 @@ class StageCheckpoint:
     num_updates: int
     digests: dict[str, str]
     config_bytes: bytes
+    #: Tells its description from one that takes its place.
+    identity: tuple[int, int]
     #: Evaluation loss at it, of the one that is the best of its peer.
     best_loss: float | None = None
 
-    def _load(self, name: str) -> dict[str, torch.Tensor]:
+    @property
+    def is_there(self) -> bool:
+        """It was neither pruned nor replaced since it was found."""
+        try:
+            return _identity(self.directory / _DESCRIPTION) == self.identity
+        except OSError:
+            return False
+
+    def _load(self, name: str, tick: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
         path = self.directory / f"{name}.safetensors"
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise StorageError(f"{path}: {error}") from None
-        if digest_of(tensors[key] for key in sorted(tensors)) != self.digests.get(name):
-            raise StorageError(f"{path}: the digest differs from the one written with it")
+            raise _damaged(path, error) from None
+        if digest_of((tensors[key] for key in sorted(tensors)), tick=tick) != self.digests.get(name):
+            raise _damaged(path, "the digest differs from the one written with it")
         return tensors
+
+    def check(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Read every file to its end; `tick` is called, from any thread, as often as something was read.
+
+        Raises:
+            StorageError: as `parameters`.
+        """
+        for name in ("parameters", "optimizer", *(["previous"] if self.previous is not None else [])):
+            self._load(name, tick)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Parameters by name, in the masters' dtype.
@@ -93,6 +121,16 @@ class StageCheckpoint:
         return StageState(make_version(record, layout, flat(self.parameters()), dtype), optimizer, previous)
 
 
+def _identity(file: Path) -> tuple[int, int]:
+    stat = file.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _damaged(path: Path, what: object) -> StorageError:
+    reason = " ".join(str(what).split())[:300]
+    return StorageError(f"{path} is damaged ({reason}): delete its directory, or name another")
+
+
 def write_checkpoint(
     root: Path, stage: int, state: StageState, layout: Layout, config: RunConfig, *, config_bytes: bytes
 ) -> Path:
@@ -126,7 +164,7 @@ def write_checkpoint(
             "config": config_bytes.decode(),
             "digests": digests,
         }
-        (partial / "checkpoint.json").write_text(json.dumps(meta))
+        (partial / _DESCRIPTION).write_text(json.dumps(meta))
         for file in partial.iterdir():
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
@@ -151,9 +189,6 @@ def _put_in_place(partial: Path, target: Path) -> None:
         aside.rename(target)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-_BEST_FILE = "best.json"
 
 
 def mark_best(checkpoint: Path, loss: float) -> None:
@@ -203,11 +238,14 @@ def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, to
     return {prefix + name: view.detach().cpu().clone() for name, view in layout.named(flat).items()}
 
 
-def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) -> list[StageCheckpoint]:
-    """Every complete stage checkpoint below `roots`, at any depth.
+def scan(
+    roots: Iterable[Path], *, stage: int | None = None, damaged: list[StorageError] | None = None
+) -> list[StageCheckpoint]:
+    """Every complete stage checkpoint below `roots`, at any depth, by its description: its tensors are not looked at.
 
     Args:
         roots: directories.
+        stage: only checkpoints of this one.
         damaged: takes the errors of checkpoints whose description cannot be read, which are then left out.
 
     Raises:
@@ -218,7 +256,7 @@ def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) ->
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"{root}: no such directory; name the state directory of a run or of its peers")
-        for path in sorted(root.glob("**/checkpoints/stage-*/step-*/checkpoint.json")):
+        for path in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}/step-*/{_DESCRIPTION}")):
             try:
                 meta = json.loads(path.read_text())
                 previous, best = meta["previous"], best_loss(path.parent.parent)
@@ -230,10 +268,11 @@ def scan(roots: Iterable[Path], *, damaged: list[StorageError] | None = None) ->
                     num_updates=int(meta["num_updates"]),
                     digests=dict(meta["digests"]),
                     config_bytes=meta["config"].encode(),
+                    identity=_identity(path),
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = StorageError(f"{path}: not a checkpoint description: {' '.join(str(error).split())[:300]}")
+                reason = _damaged(path, f"no description of a checkpoint: {error}")
                 if damaged is None:
                     raise reason from None
                 damaged.append(reason)
@@ -245,36 +284,76 @@ def find_complete(
 ) -> list[StageCheckpoint]:
     """One checkpoint for each stage, all of the same head: the newest that is complete, or that of `step` commits.
 
-    With `best` it is the one with the lowest evaluation loss of those that a peer marked as its best.
+    With `best` it is the one with the lowest evaluation loss of those that a peer marked as its best. Goes by what
+    descriptions say: see `use_complete`.
 
     Raises:
         ConfigError: if there is none; says which stages are missing at the newest head.
         StorageError: if there is none, and a description could not be read.
     """
+    return [copies[0] for copies in _complete(roots, step, best)[0]]
+
+
+def use_complete(
+    roots: Iterable[Path], use: Callable[[StageCheckpoint], T], *, step: int | None = None, best: bool = False
+) -> list[tuple[StageCheckpoint, T]]:
+    """What `find_complete` gives, and what `use` makes of each of them: of a damaged one another copy takes the place.
+
+    Where a stage has no other copy, the head before it is taken; each is a line in the log.
+
+    Raises:
+        ConfigError, StorageError: as `find_complete`, and if no head is intact over all stages.
+    """
+
+    def of_any(copies: list[StageCheckpoint]) -> tuple[StageCheckpoint, T]:
+        for copy in copies[:-1]:
+            try:
+                return copy, use(copy)
+            except StorageError as error:
+                logger.warning("%s; taking another copy", error)
+        return copies[-1], use(copies[-1])
+
+    heads = _complete(roots, step, best)
+    for stages in heads[:-1]:
+        try:
+            return [of_any(copies) for copies in stages]
+        except StorageError as error:
+            logger.warning("%s; step %d is in no other copy; taking another checkpoint", error, stages[0][0].record.step + 1)
+    return [of_any(copies) for copies in heads[-1]]
+
+
+def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[list[StageCheckpoint]]]:
+    """Of each head that is complete, the one to take first: for each stage its copies.
+
+    Raises:
+        ConfigError, StorageError: as `find_complete`.
+    """
     roots = list(roots)
-    by_head: dict[str, dict[int, StageCheckpoint]] = {}
+    by_head: dict[str, dict[int, list[StageCheckpoint]]] = {}
     damaged: list[StorageError] = []
     for checkpoint in scan(roots, damaged=damaged):
         if (step is None or checkpoint.record.step + 1 == step) and (checkpoint.best_loss is not None or not best):
-            by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, checkpoint)
-    where = ", ".join(str(root) for root in roots)
-    chosen: list[StageCheckpoint] | None = None
+            by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, []).append(checkpoint)
+    complete: list[list[list[StageCheckpoint]]] = []
     missing = ""
 
-    def order(stages: dict[int, StageCheckpoint]) -> tuple[float, int]:
-        one = next(iter(stages.values()))
+    def order(stages: dict[int, list[StageCheckpoint]]) -> tuple[float, int]:
+        one = next(iter(stages.values()))[0]
         return (one.best_loss if best and one.best_loss is not None else 0.0, -one.record.step)
 
     for stages in sorted(by_head.values(), key=order):
-        record = next(iter(stages.values())).record
+        record = next(iter(stages.values()))[0].record
         absent = [k for k in range(len(record.members)) if k not in stages]
-        if not absent:
-            chosen = [stages[k] for k in sorted(stages)]
-            break
-        missing = missing or f"; at step {record.step + 1} stages {absent} are missing"
-    if chosen is None and damaged:
+        if absent:
+            missing = missing or f"; at step {record.step + 1} stages {absent} are missing"
+        else:
+            complete.append([stages[k] for k in sorted(stages)])
+    if not complete and damaged:
         raise damaged[0]
-    if chosen is None:
+    if not complete:
+        where = ", ".join(str(root) for root in roots)
         wanted = " with an evaluation" if best else "" if step is None else f" of step {step}"
         raise ConfigError(f"no checkpoint{wanted} that is complete over all stages in {where}{missing}")
-    return chosen
+    for error in damaged:
+        logger.warning("%s", error)
+    return complete

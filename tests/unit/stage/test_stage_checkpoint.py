@@ -15,7 +15,7 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage import checkpoint as module
-from swarm.stage.checkpoint import StageCheckpoint, find_complete, mark_best, scan, write_checkpoint
+from swarm.stage.checkpoint import StageCheckpoint, find_complete, mark_best, scan, use_complete, write_checkpoint
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.optimizer import OptimizerState
@@ -382,6 +382,60 @@ def test_a_checkpoint_that_was_pruned_meanwhile_is_a_storage_error(tmp_path: Pat
     with pytest.raises(StorageError) as raised:
         found.parameters()
     assert str(found.directory) in str(raised.value)
+
+
+def write_copies(tmp_path: Path) -> None:
+    """Two peers of each stage, both with the checkpoints of two steps."""
+    for peer in ("a", "b"):
+        for stage in range(NUM_STAGES):
+            for num_commits in (20, 40):
+                write(tmp_path / f"{stage}{peer}", stage, num_commits)
+
+
+def cut_short(root: Path, stage: int, num_commits: int, *, file: str = "parameters.safetensors") -> Path:
+    path = root / "checkpoints" / f"stage-{stage}" / f"step-{num_commits:08d}" / file
+    path.write_bytes(path.read_bytes()[:-1])
+    return path
+
+
+def test_another_copy_takes_the_place_of_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_copies(tmp_path)
+    damaged = [cut_short(tmp_path / "0a", 0, 40), cut_short(tmp_path / "2a", 2, 40)]
+    found = use_complete([tmp_path], StageCheckpoint.parameters)
+    assert [checkpoint.record.step + 1 for checkpoint, _ in found] == [40, 40, 40]
+    assert [checkpoint.directory.parts[-4] for checkpoint, _ in found] == ["0b", "1a", "2b"]
+    assert [tensors["bias"].tolist() for _, tensors in found] == [[4006.0, 4007.0]] * NUM_STAGES
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split(" is damaged (")[0] for line in told] == [str(path) for path in damaged]
+    assert all(line.endswith("delete its directory, or name another; taking another copy") for line in told)
+
+
+def test_where_no_copy_is_intact_the_checkpoint_before_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_copies(tmp_path)
+    for peer in ("a", "b"):
+        cut_short(tmp_path / f"1{peer}", 1, 40)
+    found = use_complete([tmp_path], StageCheckpoint.parameters)
+    assert [checkpoint.record.step + 1 for checkpoint, _ in found] == [20, 20, 20]
+    assert "step 40 is in no other copy; taking another checkpoint" in caplog.records[-1].getMessage()
+    last = cut_short(tmp_path / "1b", 1, 20, file="optimizer.safetensors")
+    assert len(use_complete([tmp_path], StageCheckpoint.parameters)) == NUM_STAGES, "moments are not asked for"
+    cut_short(tmp_path / "1a", 1, 20)
+    with pytest.raises(StorageError) as raised:
+        use_complete([tmp_path], StageCheckpoint.check)
+    assert str(raised.value).startswith(f"{last} is damaged (")
+
+
+def test_a_checkpoint_that_was_replaced_is_another(tmp_path: Path) -> None:
+    write(tmp_path, 0, 20)
+    (found,) = scan([tmp_path])
+    assert found.is_there
+    write(tmp_path, 0, 20, value=1.0)
+    assert not found.is_there
+    (found,) = scan([tmp_path])
+    assert found.is_there
+    for num_commits in (40, 60):
+        write(tmp_path, 0, num_commits)
+    assert not found.is_there
 
 
 WRONG_VALUES = {

@@ -144,6 +144,8 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         code = run_until_done(swarm.run, serves_until_stopped=False)
     for text, values in swarm.summary(is_done=code == EXIT_DONE):
         announcer.say(text, **values)
+    if code == EXIT_DONE:
+        swarm.require_checkpoint()
     return code
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
 from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
+from launch.kept import Kept, newest_checkpoint
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import DataPaths, create_run, require_same
 from launch.runner import Stopper
@@ -86,7 +87,8 @@ class LocalSwarm:
         self._messages: dict[str, str] = {}  # a child's own words on why it failed
         self._serving: dict[str, asyncio.Future[Address]] = {}
         self._children: dict[str, Child] = {}
-        self._ended: asyncio.Queue[Child] = asyncio.Queue()
+        self._ended: asyncio.Queue[Child | SwarmError] = asyncio.Queue()
+        self._kept = Kept()
         self._step: dict[str, Any] | None = None
         self._evaluation: tuple[int, float] | None = None
         self._best: tuple[int, float] | None = None  # the evaluation with the lowest loss
@@ -212,6 +214,8 @@ class LocalSwarm:
         running = {name for name in self._children if name.startswith("trainer-")}
         while running:
             child = await self._ended.get()
+            if isinstance(child, SwarmError):
+                raise child
             code = child.ended.result()
             row = self._picture.rows[child.name]
             row.state, row.in_flight = f"ended ({_how(code)})", None
@@ -247,6 +251,19 @@ class LocalSwarm:
             row.stage = report["stage"]
         elif event == "failed":
             self._messages[name] = report["message"]
+        elif event == "refused":
+            self._kept.refused = report["message"]
+            self._view.event(f"{name}: {report['message']}; training goes on")
+        elif event == "damaged":
+            if self._kept.is_news(report["message"]):
+                self._view.event(f"{name}: {report['message']}")
+        elif event == "checked":
+            self._kept.intact[name] = frozenset(report["steps"])
+            if self._kept.is_lost(self._stages_of_live_processes()):
+                self._ended.put_nowait(SwarmError(
+                    f"no checkpoint in {self._plan.state_dir} is intact in every stage: delete the damaged ones to begin "
+                    "again from the initial values, or name another --state-dir"
+                ))
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
             self._step = self._picture.step = report
             self._view.step(report)
@@ -257,6 +274,11 @@ class LocalSwarm:
             if self._best is None or report["loss"] < self._best[1]:
                 self._best = self._evaluation
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
+
+    def _stages_of_live_processes(self) -> dict[str, int]:
+        """By name; one that is being started counts as alive."""
+        gone = {name for name, child in self._children.items() if not child.alive}
+        return {name: row.stage for name, row in self._picture.rows.items() if row.stage is not None and name not in gone}
 
     async def _refresh(self) -> None:
         while True:
@@ -329,9 +351,18 @@ class LocalSwarm:
             if self._best is not None and self._evaluation is not None and self._best[0] != self._evaluation[0]:
                 text = f"the best evaluation was {self._best[1]:.4f} at step {self._best[0]}: add --best to export that"
                 lines.append((text, {"best_step": self._best[0], "best_eval_loss": self._best[1]}))
-        elif is_done:
-            lines.append((f"no complete checkpoint was written; see {self._plan.log_dir}", {}))
         return lines
+
+    def require_checkpoint(self) -> None:
+        """Once the run is done.
+
+        Raises:
+            SwarmError: what it trained is not on disk; says what the disk said last.
+        """
+        newest = newest_checkpoint(self._plan.state_dir, self._config.num_stages)
+        fault = self._kept.fault(self._step["step"] if self._step else 0, newest)
+        if fault:
+            raise SwarmError(f"{fault}; see {self._plan.log_dir}")
 
 
 async def _together(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
@@ -366,16 +397,6 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await done
-
-
-def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:
-    """The highest number of steps for which every stage has a checkpoint below `state_dir`."""
-    steps: dict[int, set[int]] = {}
-    for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
-        with contextlib.suppress(ValueError):
-            stage = int(description.parent.parent.name.removeprefix("stage-"))
-            steps.setdefault(int(description.parent.name.removeprefix("step-")), set()).add(stage)
-    return max((step for step, stages in steps.items() if len(stages) >= num_stages), default=None)
 
 
 def _how(code: int) -> str:

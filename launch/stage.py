@@ -27,7 +27,7 @@ from launch.logs import Announcer
 from launch.moved_stage import STAGE_FILE, remember_stage, remembered_stage
 from launch.reports import NO_REPORTS, PipeReports, Reports
 from launch.runner import main_of, run_peer
-from swarm.base.errors import ConfigError
+from swarm.base.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from swarm.base.config import RunConfig
@@ -117,7 +117,14 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
             if options.state_dir is not None:
                 remember_stage(options.state_dir, context.run, peer.stage)
 
+        def checked(steps: Sequence[int], damaged: Sequence[StorageError]) -> None:
+            for error in damaged:
+                reports.send("damaged", message=str(error))
+            reports.send("checked", steps=list(steps))
+
         peer.on_move.append(moved)
+        peer.on_checked = checked
+        peer.on_refused = lambda error: reports.send("refused", message=str(error))
         fixed = ["--stage", str(stage)]
         return peer, lambda: announce(
             PROGRAM, _with_stage(argv, stage), context, f"stage {stage}", announcer, reports, fixed=fixed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from swarm.base.errors import StorageError
@@ -21,10 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The first `checkpoint_copies` members of the stage write them; a full disk is one error, and training goes on."""
+    """The first `checkpoint_copies` members of the stage write them.
 
-    def __init__(self, link: Link, member: StageMember, tasks: Tasks, state_dir: Path | None) -> None:
+    A disk that refuses is one error, which `on_refused` is told, and training goes on.
+    """
+
+    def __init__(
+        self, link: Link, member: StageMember, tasks: Tasks, state_dir: Path | None, on_refused: Callable[[StorageError], None]
+    ) -> None:
         self._member = member
+        self._on_refused = on_refused
         self._tasks = tasks
         self._state_dir = state_dir
         member.on_commit.append(self._on_commit)
@@ -72,6 +79,7 @@ class Checkpoints:
             path = (await member.storage.run(job, Priority.EVALUATION)).value
         except StorageError as error:
             logger.error("%s; training goes on", error)
+            self._on_refused(error)
         else:
             if path is not None:
                 logger.info("checkpoint %s%s", path, "" if loss is None else f", the best so far: {loss:.4f}")

@@ -216,7 +216,7 @@ class Coordinator:
                 bare = without_ready(record)
                 if not bare:
                     break
-                reason = f"a peer of stages {bare} that has the initial weights (--model) or a checkpoint"
+                reason = f"a peer of stages {bare} that has the initial weights (--model) or an intact checkpoint"
             if reign.waiting_for != reason:
                 logger.warning("waiting for %s", reason)
             reign.waiting_for = reason

@@ -108,13 +108,13 @@ class Lineage:
         return f"peers {names}: with them the run goes on at step {held.records[head].step + 1}, else at an older one"
 
     async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
-        """What it holds, and whether it can make the initial values."""
+        """What it holds, and whether it can make the initial values; neither, if it does not say."""
         try:
             request = m.Holdings(run=self._reign.context.run, stage=stage)
             held, _ = await self._reign.link.ask(member, request, m.Held)
             return held.records, held.initial
         except (LinkError, RemoteError):
-            return (), True
+            return (), False
 
     async def _live_peers(self) -> list[list[m.Member]]:
         """Announced peers of every stage that answer and serve it; one that has moved may still be announced elsewhere."""
@@ -149,7 +149,7 @@ class Lineage:
                     bare = without_ready(record)
                     if not bare:
                         break
-                    reason = f"a peer of stages {bare} that has the initial weights or a checkpoint"
+                    reason = f"a peer of stages {bare} that has the initial weights or an intact checkpoint"
             if reason != told:
                 logger.error("waiting for %s", reason)
             reign.waiting_for = told = reason

@@ -1,11 +1,13 @@
 """What a stage peer could go on from: its memory, its checkpoints, the initial values. Serves `Holdings`.
 
 Which head the run is set back to is the coordinator's decision (`policy/restore.py`); this module finds and loads it.
+What it offers it has read to its end: a damaged checkpoint is told to the operator, and counts for nothing.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarm.base.errors import StorageError
@@ -23,41 +25,73 @@ from swarm.wire.framing import Frame
 logger = logging.getLogger(__name__)
 
 
-class RestorePoints:
-    """One peer's holdings."""
+#: Told which numbers of commits this peer has an intact checkpoint of, and what is wrong with others.
+OnChecked = Callable[[Sequence[int], Sequence[StorageError]], None]
 
-    def __init__(self, link: Link, member: StageMember, state_dir: Path | None) -> None:
+
+class RestorePoints:
+    """One peer's holdings; `on_checked` is told of those on disk whenever they were read."""
+
+    def __init__(self, link: Link, member: StageMember, state_dir: Path | None, on_checked: OnChecked) -> None:
         self._member = member
         self._state_dir = state_dir
+        self._on_checked = on_checked
+        #: What is wrong with each checkpoint that was read to its end, if anything is, by directory and identity.
+        self._faults: dict[tuple[Path, tuple[int, int]], StorageError | None] = {}
+        self._told: tuple[list[int], list[str]] | None = None
         member.restore = self.load
         link.register(m.Holdings, self._on_holdings)
 
     async def _on_holdings(self, message: m.Holdings, frame: Frame, progress: Progress) -> m.Held:
-        self._member.require_stage(message.stage)
-        records = {}
         member = self._member
+        member.require_stage(message.stage)
+        progress.follow(lambda: member.background.finished)
+        records = {}
         if member.queued is None and member.versions.newest.num_commits > 0:
             records[member.versions.newest.head] = member.versions.newest.record
-        for checkpoint in await self._checkpoints() if member.compute.has_frozen else []:
+        found, damaged = await self._checkpoints() if member.compute.has_frozen else ([], [])
+        for checkpoint in found:
             records.setdefault(checkpoint.record.head, checkpoint.record)
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
-        return m.Held(member=member.me, records=tuple(newest_first[:16]), initial=member.compute.has_values)
+        # A run whose checkpoints are all damaged is not begun anew before its operator has put them aside.
+        initial = member.compute.has_values and (bool(records) or not damaged)
+        return m.Held(member=member.me, records=tuple(newest_first[:16]), initial=initial)
 
-    async def _checkpoints(self) -> list[StageCheckpoint]:
-        """This stage's checkpoints of this run, newest first."""
-        root, run = self._state_dir, self._member.context.run
+    async def _checkpoints(self) -> tuple[list[StageCheckpoint], list[StorageError]]:
+        """This stage's intact checkpoints of this run, newest first, and what is wrong with others."""
+        root, member = self._state_dir, self._member
         if root is None or not root.is_dir():
-            return []
+            return [], []
 
-        damaged: list[StorageError] = []
+        def job() -> tuple[list[StageCheckpoint], list[StorageError]]:
+            damaged: list[StorageError] = []
+            intact, faults = [], {}
+            for checkpoint in scan([root], stage=member.stage, damaged=damaged):
+                key = (checkpoint.directory, checkpoint.identity)
+                if checkpoint.record.run != member.context.run:
+                    continue
+                fault = self._faults[key] if key in self._faults else _fault_of(checkpoint, member.background.tick)
+                if checkpoint.is_there:  # if it was pruned or written anew meanwhile, the next look finds what there is
+                    faults[key] = fault
+                    damaged += [] if fault is None else [fault]
+                    intact += [checkpoint] if fault is None else []
+            self._faults = faults
+            return sorted(intact, key=lambda c: c.record.step, reverse=True), damaged
 
-        def job() -> list[StageCheckpoint]:
-            return [c for c in scan([root], damaged=damaged) if c.stage == self._member.stage and c.record.run == run]
+        found, damaged = (await member.background.run(job, Priority.CONTROL)).value
+        self._tell([checkpoint.record.step + 1 for checkpoint in found], damaged)
+        return found, damaged
 
-        found = (await self._member.background.run(job, Priority.CONTROL)).value
-        for error in damaged:
-            logger.warning("%s", error)
-        return sorted(found, key=lambda c: c.record.step, reverse=True)
+    def _tell(self, steps: list[int], damaged: list[StorageError]) -> None:
+        """Once, until it is something else."""
+        now, before = (steps, [str(error) for error in damaged]), self._told
+        if now == before:
+            return
+        for text in now[1]:
+            if before is None or text not in before[1]:
+                logger.error("%s", text)
+        self._told = now
+        self._on_checked(steps, damaged)
 
     async def load(self, record: m.CommitRecord) -> StageState | None:
         """The state at `record.head` if this peer holds it, with `record` as its record."""
@@ -75,7 +109,7 @@ class RestorePoints:
             masters = (await member.executor.run(compute.initial_masters, Priority.CONTROL)).value
             version = make_version(record, compute.layout, masters, compute.dtype)
             return StageState(version, OptimizerState.zero(masters))
-        for checkpoint in await self._checkpoints():
+        for checkpoint in (await self._checkpoints())[0]:
             if checkpoint.record.head == record.head:
                 try:
                     outcome = await member.storage.run(
@@ -90,3 +124,11 @@ class RestorePoints:
                 logger.info("restored %s", checkpoint.directory)
                 return outcome.value
         return None
+
+
+def _fault_of(checkpoint: StageCheckpoint, tick: Callable[[], None]) -> StorageError | None:
+    try:
+        checkpoint.check(tick)
+    except StorageError as error:
+        return error
+    return None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from swarm.base.errors import SwarmError
+from swarm.base.errors import StorageError, SwarmError
 from swarm.base.ids import Ticket
 from swarm.peer.checkpoints import Checkpoints
 from swarm.peer.claims_client import ClaimsClient
@@ -16,7 +16,7 @@ from swarm.peer.link import Link, Tasks
 from swarm.peer.load import LoadMeter
 from swarm.peer.membership import Membership
 from swarm.peer.micro_batches import MicroBatchServer
-from swarm.peer.restore import RestorePoints
+from swarm.peer.restore import OnChecked, RestorePoints
 from swarm.peer.rounds import Rounds
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.stage_leader import StageLeader
@@ -85,6 +85,10 @@ class StagePeer:
         self.link = Link(context)
         #: Called when this peer has taken up another stage.
         self.on_move: list[Callable[[], None]] = []
+        #: Told of the checkpoints here once they were read; see `restore.py`.
+        self.on_checked: OnChecked = lambda steps, damaged: None
+        #: Told why a checkpoint could not be written.
+        self.on_refused: Callable[[StorageError], None] = lambda error: None
         self._stopping = False
         self._target: int | None = None
         self._woken = asyncio.Event()
@@ -117,8 +121,8 @@ class StagePeer:
         self.micro_batches = MicroBatchServer(self.link, self.member, claims, self._budget, self._device, self.meter)
         self.micro_batches.accepting = lambda: membership.serving
         StateDonor(self.link, self.member)
-        RestorePoints(self.link, self.member, self._state_dir)
-        Checkpoints(self.link, self.member, self._tasks, self._state_dir)
+        RestorePoints(self.link, self.member, self._state_dir, lambda *found: self.on_checked(*found))
+        Checkpoints(self.link, self.member, self._tasks, self._state_dir, lambda error: self.on_refused(error))
 
     def _status(self) -> m.StatusReply:
         member, served = self.member, self.micro_batches

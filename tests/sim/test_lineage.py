@@ -160,6 +160,65 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, comes_b
     run_virtual(main())
 
 
+def cut_short(directory):
+    """What a disk that lost the end of a file leaves."""
+    path = directory / "parameters.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+async def resumed_where_it_ended(config, tmp_path, damage):
+    """A run that is over, what `damage` leaves of its checkpoints, and everyone again; nobody has finished yet."""
+    simulation = Simulation(config, seed=13, state_dir=tmp_path)
+    await simulation.start(peers_per_stage=2, trainers=1)
+    await simulation.finish()
+    await simulation.abandon()
+    for path in sorted(tmp_path.glob("*/checkpoints/stage-*/step-*")):
+        if damage(path):
+            cut_short(path)
+    second = Simulation(config, seed=14, state_dir=tmp_path)
+    await second.start(peers_per_stage=2, trainers=1)
+    return second
+
+
+@pytest.mark.parametrize(("damaged", "first"), [("stage1.0", 4), ("stage1", 2)])
+def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
+    """The other copy serves where there is one, else the checkpoint before it; each damaged file is a line, once."""
+    config = small_config(total_steps=4, checkpoint_every=2, checkpoint_copies=2)
+
+    async def main():
+        second = await resumed_where_it_ended(
+            config, tmp_path, lambda path: path.parts[-4].startswith(damaged) and path.name == "step-00000004"
+        )
+        told = []
+        for peer in second.stage_peers(1):
+            peer.on_checked = lambda steps, faults: told.append((sorted(steps), len(faults)))
+        await second.finish()
+        assert min(r.step for r in second.commits.values()) + 1 == first
+        assert sorted(told) == ([([2], 1), ([2, 4], 0)] if first == 4 else [([2], 1), ([2], 1)])
+        assert second.parameters().isfinite().all()
+        await second.close()
+
+    run_virtual(main())
+    lines = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
+    assert len(lines) == len(set(lines)) == (1 if first == 4 else 2)
+    assert all("step-00000004/parameters.safetensors is damaged" in line for line in lines)
+
+
+def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew(tmp_path):
+    config = small_config(total_steps=4, checkpoint_copies=2)
+
+    async def main():
+        second = await resumed_where_it_ended(config, tmp_path, lambda path: path.parts[-2] == "stage-1")
+        await asyncio.sleep(100.0)
+        assert not second.commits
+        waiting = second.nodes["backbone0"].peer.seat.coordinator.waiting_for
+        assert waiting.startswith("a peer of stages [1] that has the initial weights (--model) or an intact checkpoint")
+        assert not second.nodes["trainer0"].peer.finished
+        await second.close()
+
+    run_virtual(main())
+
+
 def test_two_halves_of_a_partition_become_one_lineage():
     """Each half has a candidate and a peer of every stage, so both go on; when they meet, one gives way."""
     config = small_config(total_steps=60)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from launch.local_swarm import newest_checkpoint
 from launch.logs import Announcer
 from launch.view import Picture, PlainView, Row, draw
 
@@ -47,18 +45,3 @@ def test_the_live_picture_shows_processes_and_progress() -> None:
     text = console.export_text()
     for expected in ("stage-0-0", "127.0.0.1:4000", "killed by SIGKILL", "step 12/60", "loss 2.9100", "eval loss 3.1000"):
         assert expected in text
-
-
-def test_a_checkpoint_counts_when_every_stage_has_it(tmp_path: Path) -> None:
-    def write(peer: str, stage: int, step: int) -> None:
-        directory = tmp_path / peer / "checkpoints" / f"stage-{stage}" / f"step-{step:08d}"
-        directory.mkdir(parents=True)
-        (directory / "checkpoint.json").write_text("{}")
-
-    assert newest_checkpoint(tmp_path, 2) is None
-    write("stage-0-0", 0, 20)
-    write("stage-1-0", 1, 20)
-    write("stage-0-0", 0, 40)
-    assert newest_checkpoint(tmp_path, 2) == 20
-    write("stage-1-1", 1, 40)
-    assert newest_checkpoint(tmp_path, 2) == 40

@@ -1,0 +1,121 @@
+"""What of a local run is on disk, and when its end is a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.children import Child
+from launch.kept import Kept, newest_checkpoint
+from launch.local import parse, resolve_plan
+from launch.local_swarm import LocalSwarm
+from launch.logs import Announcer
+from launch.view import Picture, PlainView, Row
+from swarm.base.errors import SwarmError
+
+FULL = "cannot write checkpoint D/step-00000040: [Errno 28] No space left on device"
+
+
+def write(root: Path, peer: str, stage: int, step: int) -> None:
+    directory = root / peer / "checkpoints" / f"stage-{stage}" / f"step-{step:08d}"
+    directory.mkdir(parents=True)
+    (directory / "checkpoint.json").write_text("{}")
+
+
+def test_a_checkpoint_counts_when_every_stage_has_it(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path, 2) is None
+    write(tmp_path, "stage-0-0", 0, 20)
+    write(tmp_path, "stage-1-0", 1, 20)
+    write(tmp_path, "stage-0-0", 0, 40)
+    assert newest_checkpoint(tmp_path, 2) == 20
+    write(tmp_path, "stage-1-1", 1, 40)
+    assert newest_checkpoint(tmp_path, 2) == 40
+
+
+def test_a_run_is_lost_once_all_have_said_that_no_step_is_left() -> None:
+    kept, stages = Kept(), {"stage-0-0": 0, "stage-1-0": 1, "stage-1-1": 1}
+    kept.intact = {"stage-0-0": frozenset({20, 40}), "stage-1-0": frozenset()}
+    assert not kept.is_lost(stages), "nothing is damaged"
+    assert kept.is_news("step 40 is damaged")
+    assert not kept.is_news("step 40 is damaged")
+    assert not kept.is_lost(stages), "stage-1-1 has not said yet"
+    kept.intact["stage-1-1"] = frozenset({20})
+    assert not kept.is_lost(stages)
+    kept.intact["stage-1-1"] = frozenset({60})
+    assert kept.is_lost(stages)
+
+
+@pytest.mark.parametrize(
+    ("newest", "refused", "fault"),
+    [
+        (40, FULL, ""), (None, FULL, f"the checkpoint of step 40 was not written (none is complete): {FULL}"),
+        (20, FULL, f"the checkpoint of step 40 was not written (the newest complete one is of step 20): {FULL}"),
+        (20, "", ""), (None, "", "the checkpoint of step 40 was not written (none is complete)"),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_not_on_disk_says_what_the_disk_said(newest: int | None, refused: str, fault: str) -> None:
+    kept = Kept()
+    kept.refused = refused
+    assert kept.fault(40, newest) == fault
+
+
+class Told(PlainView):
+    def __init__(self, picture: Picture) -> None:
+        super().__init__(picture, Announcer("launch_local", "text", quiet=True))
+        self.lines: list[str] = []
+
+    def event(self, text: str, **values: Any) -> None:
+        self.lines.append(text)
+
+
+def swarm_in(directory: Path) -> tuple[LocalSwarm, Told]:
+    """One that has started nothing, with a stage process for each of two stages."""
+    config, plan = resolve_plan(parse(["--stages", "2", "--state-dir", str(directory)]))
+    picture = Picture(title="", total_steps=config.total_steps)
+    view = Told(picture)
+    swarm = LocalSwarm(config, plan, picture, view)
+    picture.rows.update({f"stage-{k}-0": Row("launch_stage", k) for k in range(2)})
+    return swarm, view
+
+
+def test_a_local_run_fails_when_no_checkpoint_is_intact(tmp_path: Path) -> None:
+    """Each damaged file is a line, once."""
+
+    async def main() -> list[str]:
+        swarm, view = swarm_in(tmp_path)
+        for name, steps in (("stage-0-0", [20]), ("stage-1-0", []), ("stage-1-0", [])):
+            if not steps:
+                swarm._report(name, {"event": "damaged", "message": "D/parameters.safetensors is damaged"})
+            swarm._report(name, {"event": "checked", "steps": steps})
+        futures = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        swarm._children["trainer-0"] = Child(
+            name="trainer-0", log=tmp_path / "log", started=futures[0], ended=futures[1], _send=lambda message: None
+        )
+        with pytest.raises(SwarmError, match=f"no checkpoint in {tmp_path} is intact in every stage: delete"):
+            await asyncio.wait_for(swarm._until_trainers_are_done(), 5.0)
+        return view.lines
+
+    assert asyncio.run(main()) == ["stage-1-0: D/parameters.safetensors is damaged"]
+
+
+def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:
+    async def main() -> tuple[LocalSwarm, list[str]]:
+        swarm, view = swarm_in(tmp_path)
+        swarm._report("stage-1-0", {"event": "refused", "message": FULL})
+        return swarm, view.lines
+
+    swarm, lines = asyncio.run(main())
+    assert lines == [f"stage-1-0: {FULL}; training goes on"]
+    with pytest.raises(SwarmError, match=r"No space left on device; see .*logs"):
+        swarm.require_checkpoint()
+    assert len(swarm.summary(is_done=True)) == 1, "there is nothing to export"
+    for stage in range(2):
+        write(tmp_path, f"stage-{stage}-0", stage, 40)
+    swarm.require_checkpoint()
+    shutil.rmtree(tmp_path / "stage-0-0")
+    with pytest.raises(SwarmError, match="none is complete"):
+        swarm.require_checkpoint()

@@ -1,7 +1,8 @@
 """The loop that a swarm is compared with: one process, the whole model, forward + backward + AdamW, nothing else.
 
 Same model, initial values, data order, batch, clipping and schedule as the run that the configuration names, so its
-losses are those of the synchronous swarm without compression. Appends the same JSON line per step to `--metrics`.
+losses are those of the synchronous swarm without compression. Appends the same JSON line per step to `--metrics`, with
+`eval_loss` where the run would evaluate.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 from models.registry import factory_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Ticket
-from swarm.feed.feed import open_feed
+from swarm.feed.feed import Batch, Feed, open_feed
 from swarm.policy.schedule import learning_rate
 
 
-def train(config: RunConfig, metrics: Path) -> None:
+def train(config: RunConfig, metrics: Path, device: str) -> None:
     """Run `config.total_steps` steps in fp32."""
     feed = open_feed(config, None, None, None)
-    model = factory_of(config).build_whole()
+    model = factory_of(config).build_whole().to(device)
     optimizer = adamw(config, model)
     with metrics.open("a", buffering=1) as lines:
         for step in range(config.total_steps):
@@ -31,6 +32,8 @@ def train(config: RunConfig, metrics: Path) -> None:
             loss, tokens = one_step(config, feed, model, optimizer, step)
             seconds = time.monotonic() - began
             line = {"step": step + 1, "loss": loss, "tokens": tokens, "tokens_per_s": tokens / seconds, "seconds": seconds}
+            if evaluates(config, step):
+                line["eval_loss"] = evaluated(feed, model)
             lines.write(json.dumps(line) + "\n")
 
 
@@ -45,9 +48,7 @@ def one_step(config, feed, model, optimizer, step: int) -> tuple[float, int]:
     """One optimizer step; returns the mean loss and the number of tokens."""
     loss_sum, tokens = 0.0, 0
     for index in range(config.tickets_per_step):
-        batch = feed.batch(Ticket(step, index))
-        inputs, labels = ({n: torch.from_numpy(a) for n, a in part.items()} for part in (batch.inputs, batch.labels))
-        outputs = model(inputs, labels)
+        outputs = forward(model, feed.batch(Ticket(step, index)))
         outputs["loss_sum"].backward()
         loss_sum += float(outputs["loss_sum"].detach())
         tokens += int(outputs["tokens"])
@@ -61,14 +62,36 @@ def one_step(config, feed, model, optimizer, step: int) -> tuple[float, int]:
     return loss_sum / tokens, tokens
 
 
+def forward(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    device = next(model.parameters()).device
+    inputs, labels = ({n: torch.from_numpy(a).to(device) for n, a in part.items()} for part in (batch.inputs, batch.labels))
+    return model(inputs, labels)
+
+
+def evaluates(config: RunConfig, step: int) -> bool:
+    """Whether the run would evaluate after `step`."""
+    is_due = config.eval_every > 0 and (step + 1) % config.eval_every == 0
+    return config.eval_samples > 0 and (is_due or step + 1 == config.total_steps)
+
+
+def evaluated(feed: Feed, model: torch.nn.Module) -> float:
+    """Mean loss per token on the held-out samples."""
+    model.eval()
+    with torch.no_grad():
+        outputs = [forward(model, batch) for batch in feed.eval_batches()]
+    model.train()
+    return sum(float(x["loss_sum"]) for x in outputs) / sum(int(x["tokens"]) for x in outputs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="a run's configuration, as JSON")
     parser.add_argument("--metrics", type=Path, required=True, help="file to append a line per step to")
     parser.add_argument("--threads", type=int, required=True, help="threads that torch computes with")
+    parser.add_argument("--device", default="cpu", help="to compute on (default: cpu)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(parse_config_bytes(options.run.read_bytes()), options.metrics)
+    train(parse_config_bytes(options.run.read_bytes()), options.metrics, options.device)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ def command() -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows with the same keys as aligned text; numbers to four digits, to the right."""
+    """Rows with the same keys as aligned text; numbers to four digits, columns that hold any to the right."""
     header = list(rows[0])
     lines = [header, *([_cell(row[key]) for key in header] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    right = [not isinstance(rows[0][key], str) for key in header]
+    right = [not all(isinstance(row[key], str) for row in rows) for key in header]
     return "\n".join(
         "  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True)).rstrip()
         for line in lines

@@ -104,8 +104,29 @@ class RunConfig(BaseModel):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
-    average_compression: Literal["none", "fp16", "bf16", "8bit", "int8"] = Field(
-        "none", description="gradient averages on the wire; 8bit keeps more of small values, int8 is faster"
+    average_compression: Literal["none", "fp16", "bf16", "8bit", "int8", "powersgd", "cocktail"] = Field(
+        "none", description="averages on the wire; 8bit keeps more of small values, int8 is faster; powersgd sends thin "
+        "matrices, cocktail (mode local) the largest differences in 4 bits"
+    )
+    powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")
+    cocktail_top: float = Field(0.2, gt=0, le=1, description="part of a fragment's elements that cocktail sends")
+    aggregation: Literal["mean", "centered_clip"] = Field(
+        "mean", description="centered_clip: no peer can pull a stage's average farther than clip_radius (CenteredClip)"
+    )
+    clip_radius: float = Field(1.0, gt=0, description="of centered_clip, as a norm of a stage's mean gradient")
+    max_group: int = Field(16, ge=2, le=4096, description="more peers of a stage than this average in groups, level by level")
+    mode: Literal["sync", "local"] = Field(
+        "sync", description="sync: every step one update with the mean gradient. local: a step is an outer step, in which each "
+        "peer updates its own copy, and at whose end the peers average what their copies moved by (DiLoCo)"
+    )
+    inner_batch_size: int = Field(
+        0, ge=0, description="mode local: samples after which a peer updates its own copy; H updates by P peers of a stage "
+        "take a target_batch_size of H * P times as many"
+    )
+    outer_learning_rate: float = Field(0.7, gt=0, description="mode local: of the outer SGD with Nesterov momentum")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="mode local: of the outer SGD")
+    fragments: int = Field(
+        1, ge=1, le=4096, description="mode local: each step averages one of so many parts of the parameters, in turn"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seeds initial values, data order and dropout")
     delay_steps: int = Field(0, ge=0, le=1, description="1 overlaps averaging with the next step")
@@ -148,7 +169,35 @@ class RunConfig(BaseModel):
                 f"average_compression {self.average_compression!r} excludes precision 'fp64', which is there to compare bits; "
                 "use 'none', or fp32"
             )
+        if self.aggregation != "mean" and (self.average_compression in ("powersgd", "cocktail") or self.fragments > 1):
+            what = "fragments" if self.fragments > 1 else f"average_compression {self.average_compression!r}"
+            raise ValueError(f"aggregation {self.aggregation!r} compares whole averages: it excludes {what}")
+        self._check_mode()
         return self
+
+    def _check_mode(self) -> None:
+        """What goes together is the table in averaging/MODES.md."""
+        if self.mode == "local":
+            if self.inner_batch_size == 0 or self.inner_batch_size % self.micro_batch_size:
+                raise ValueError(
+                    f"mode 'local' needs an inner_batch_size that is a multiple of micro_batch_size {self.micro_batch_size}, "
+                    f"not {self.inner_batch_size}"
+                )
+            if self.inner_batch_size > self.target_batch_size:
+                raise ValueError(
+                    f"inner_batch_size {self.inner_batch_size} is above target_batch_size {self.target_batch_size}: no "
+                    "peer would ever update its copy before the step ends"
+                )
+            if self.delay_steps:
+                raise ValueError("mode 'local' excludes delay_steps: a peer never waits for others between its own updates")
+            if self.average_compression == "powersgd":
+                raise ValueError("average_compression 'powersgd' is for gradients (mode 'sync'); mode 'local' has 'cocktail'")
+            return
+        if self.inner_batch_size or self.fragments > 1:
+            what = "inner_batch_size" if self.inner_batch_size else "fragments"
+            raise ValueError(f"{what} belongs to mode 'local', and mode is 'sync'")
+        if self.average_compression == "cocktail":
+            raise ValueError("average_compression 'cocktail' sends differences of models: it needs mode 'local'")
 
     @property
     def tickets_per_step(self) -> int:

@@ -96,7 +96,8 @@ def decide(
         raise InternalError(f"step {step}: stages disagree on tokens: {[result.tokens for result in results]}")
     norm = math.sqrt(sum(result.sum_squares for result in results)) / tokens if tokens else 0.0
     skipped = overflow or tokens == 0 or not math.isfinite(norm)
-    coefficient = 1.0 if skipped else clip_coefficient(norm, config.max_grad_norm)
+    is_clipped = config.mode == "sync" and not skipped  # local updates are clipped where they are made
+    coefficient = clip_coefficient(norm, config.max_grad_norm) if is_clipped else 1.0
     scale, age = previous.loss_scale, previous.scale_age + 1
     if config.precision == "fp16" and overflow:
         scale, age = max(1.0, scale / 2), 0

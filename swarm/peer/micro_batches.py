@@ -159,7 +159,9 @@ class MicroBatchServer:
         state = member.step_state(step)
         claim = self._claims.request(step, index)
         work.move("forward")
-        forward = await self._executor.run(lambda: self._forward_job(work, version), Priority.FORWARD)
+        forward = await self._executor.run(
+            lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
+        )
         activation, sent = forward.value
         work.queue_s = forward.queue_s
         work.move("sent")

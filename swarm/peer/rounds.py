@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.all_reduce import Payload, Round, RoundFailed
+from swarm.averaging.all_reduce import Round
+from swarm.averaging.butterfly import Payload, RoundFailed
+from swarm.averaging.compressors.interface import Contribution
+from swarm.averaging.compressors.plain import Plain
 from swarm.base.errors import RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
@@ -26,7 +29,7 @@ from swarm.stage.executor import Priority
 from swarm.stage.flat import empty_flat
 from swarm.stage.module import Tie
 from swarm.wire import messages as m
-from swarm.wire.compression import AVERAGE_CODECS, decode_tensor, encode_tensor
+from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame, buffers_of
 
 logger = logging.getLogger(__name__)
@@ -57,7 +60,9 @@ class Rounds:
             progress.follow(lambda: state.from_others.count)  # another stage waits for nobody of this one
             async with asyncio.timeout(self._member.config.timing.average_s), self._measured():
                 average = await round_.run(
-                    lambda j, number, part: self._exchange(message, round_.members[j], number, part, state.exchanged),
+                    lambda phase, j, number, part: self._exchange(
+                        message, round_.members[j], phase, number, part, state.exchanged
+                    ),
                     (lambda flat: self._tied.add(message, state, flat)) if self._tied else None,
                 )
         except RoundFailed as failure:
@@ -116,18 +121,21 @@ class Rounds:
         if ledger.state != "frozen":
             raise Refuse("wrong_state", "this round has been started already")
         ledger.move("reduce")
+        if not isinstance(self._member.compressor, Plain):  # what it kept back of the last step is part of this one
+            await self._member.caught_up(message.step, num_commits=message.step)
         contribution = (await self._member.executor.run(state.accumulator.contribution, Priority.CONTROL)).value
         if contribution is not None and contribution.is_cuda:
             sealed = contribution
             contribution = await self._in_background(lambda: on_host(sealed))
         if ledger.term.order != message.term.order or ledger.state != "averaging":
             raise RoundFailed("a newer attempt began")
+        me = next(i for i, seal in enumerate(message.seals) if seal.member.key == self._member.me.key)
+        tokens = tuple(seal.tokens for seal in message.seals)
+        compression = self._member.compressor.compress(Contribution(contribution, tokens, me, message.step))
         try:
             state.round = Round(
-                message.term, message.seals, self._member.me.key, contribution,
-                num_elements=self._member.compute.layout.num_elements, dtype=self._member.compute.master_dtype,
-                shares=message.shares, codec=AVERAGE_CODECS[self._member.config.average_compression],
-                run_job=self._in_background,
+                message.term, message.seals, self._member.me.key, compression, dtype=self._member.compute.master_dtype,
+                shares=message.shares, max_group=self._member.config.max_group, run_job=self._in_background,
             )  # fmt: skip
         except ValueError as error:
             raise RoundFailed(str(error)) from None
@@ -138,12 +146,12 @@ class Rounds:
         return (await self._member.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
-        self, message: m.Reduce, target: m.Member, number: int, part: Payload | None, exchanged: Progress
+        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: Payload | None, exchanged: Progress
     ) -> Payload:
         specs, buffers = buffers_of([part] if part is not None else [])
         request = m.Slice(
             run=message.run, stage=self._member.stage, step=message.step, term=message.term, member=self._member.me,
-            number=number, tensors=specs,
+            phase=phase, number=number, tensors=specs,
         )  # fmt: skip
         timing = self._member.config.timing
         self._member.average_bytes_sent += sum(spec.num_bytes for spec in specs)
@@ -167,13 +175,12 @@ class Rounds:
             except TimeoutError:
                 raise Refuse("wrong_state", "this member was not told to start the round") from None
         round_ = state.round
-        index = round_.index_of(message.member)
-        if index is None or index == round_.me:
+        if round_.index_of(message.member) is None:
             raise Refuse("not_member", "the sender is not sealed in this attempt")
         part = (message.tensors[0], frame.buffers[0]) if message.tensors else None
         self._follow(progress, state, round_)
         try:
-            spec, buffer = await round_.reduce(index, message.number, part)
+            spec, buffer = await round_.reduce(message.member, message.phase, message.number, part)
         except RoundFailed as failure:
             raise Refuse("failed", str(failure)) from None
         except ValueError as error:

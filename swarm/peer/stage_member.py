@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.averaging.all_reduce import Average, Round, RoundFailed
+from swarm.averaging.all_reduce import Average, Round
+from swarm.averaging.butterfly import RoundFailed
+from swarm.averaging.compressors.choice import compressor_of
+from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ballot, Ticket
 from swarm.lifecycle.coverage import stage_result
@@ -108,6 +111,9 @@ class StageMember:
             OptimizerState.zero(masters),
             keep=self.config.delay_steps + 1,
         )
+        self.compressor = compressor_of(self.config, compute.layout)
+        #: Of a local run.
+        self.own = OwnCopy(self.config, compute.layout, compute.dtype, self.compressor)
         #: Newest record seen; None before genesis.
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
@@ -225,16 +231,21 @@ class StageMember:
             state = self.steps[step] = StepState(self.make_accumulator(step))
         return state
 
-    async def caught_up(self, step: int) -> None:
-        """Until this peer holds the version that `step` builds on, or `step` is over; for a while at most."""
+    async def caught_up(self, step: int, *, num_commits: int | None = None) -> None:
+        """Until this peer holds the version that `step` builds on, or `step` is over; for a while at most.
+
+        `num_commits` asks for another version than that.
+        """
+        wanted = self.config.base_step(step) if num_commits is None else num_commits
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.timing.request_s / 2), self.committed:
-                await self.committed.wait_for(
-                    lambda: step < self.num_commits or self.versions.at(self.config.base_step(step)) is not None
-                )
+                await self.committed.wait_for(lambda: step < self.num_commits or self.versions.at(wanted) is not None)
 
     def make_accumulator(self, step: int) -> Accumulator:
-        return Accumulator(step, self.compute.layout, dtype=self.compute.master_dtype, device=self.compute.device)
+        dtype, device = self.compute.master_dtype, self.compute.device
+        if self.config.mode == "local":
+            return LocalAccumulator(step, self.own, dtype=dtype, device=device)
+        return Accumulator(step, self.compute.layout, dtype=dtype, device=device)
 
     def accept_ballot(self, ballot: Ballot) -> None:
         """Members refuse lower ballots than they promised."""
@@ -365,12 +376,22 @@ class StageMember:
             )  # fmt: skip
         self.steps.clear()
         self.last_averages.clear()
+        self.own.forget()
 
     async def _apply(self, record: m.CommitRecord) -> None:
+        state = self.steps.get(record.step)
         average = await self._average_of(record)
         if average is None:
             return
-        await self.advance(record, average.flat)
+
+        def adopt() -> None:
+            """What this peer kept back of its contribution, if that is in the average."""
+            if state is not None and average.seals and not record.skipped:
+                self.compressor.adopt(average.state)
+                if isinstance(state.accumulator, LocalAccumulator):
+                    state.accumulator.committed()
+
+        await self.advance(record, average.flat, adopt)
         self.last_averages.append((record.step, average))
 
     async def _average_of(self, record: m.CommitRecord) -> Average | None:
@@ -402,8 +423,10 @@ class StageMember:
         self.queued.append((record, average.flat))
         self.last_averages.append((record.step, average))
 
-    async def advance(self, record: m.CommitRecord, flat: torch.Tensor) -> None:
-        """Apply one record to the newest version: the optimizer step, as a job of the compute thread."""
+    async def advance(
+        self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None
+    ) -> None:
+        """Apply one record to the newest version: the optimizer step, and `adopt`, as a job of the compute thread."""
         compute, config = self.compute, self.config
         if compute.device != "cpu":
             arrived = flat
@@ -412,13 +435,18 @@ class StageMember:
         def job() -> None:
             newest = self.versions.newest
             masters, optimizer = newest.masters, self.versions.optimizer
-            if not record.skipped:
+            if not record.skipped and config.mode == "local":
+                masters, optimizer = nesterov(
+                    config, masters, flat, optimizer, step=record.step, factor=1.0 / record.tokens
+                )
+            elif not record.skipped:
                 masters, optimizer = adamw(
                     config, masters, flat, optimizer, learning_rate=record.learning_rate,
                     factor=record.clip_coefficient / record.tokens,
                 )  # fmt: skip
             version = make_version(record, compute.layout, masters, compute.dtype)
             self.versions.add(version, optimizer)
+            adopt()
 
         await self.executor.run(job, Priority.CONTROL)
         self._tasks.start(self.refresh_digest(), "digest of the state")

@@ -15,6 +15,7 @@ from swarm.lifecycle.step import Entry, Ledger
 from swarm.stage.flat import empty_flat
 from swarm.stage.kernels import MAX_TOGETHER, Summand, add_together
 from swarm.stage.layout import Layout
+from swarm.stage.versions import Version
 from swarm.wire.messages import Term
 
 #: A gradient beyond this is as good as infinite: its square, which the optimizer takes, is none in fp32.
@@ -51,6 +52,10 @@ class Accumulator:
         self._unseen: deque[tuple[int, Numbers]] = deque()
         #: Their gradients that are not in the sum yet: fewer than `MAX_TOGETHER`.
         self._waiting: list[Summand] = []
+
+    def version_for(self, version: Version) -> Version:
+        """What the next ticket of this step computes with, if `version` is what the step builds on."""
+        return version
 
     def add(
         self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0

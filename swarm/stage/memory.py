@@ -70,9 +70,20 @@ def memory_for(
         ("both once more while a step is applied", 3 * size),
         ("gradient sums and averages", (versions + KEPT_AVERAGES) * size),
         (f"{config.precision} copies", copies),
+        *_kept_back(size, trained * compute.itemsize if copies else 0, config),
         ("frozen parameters", frozen_bytes),
         ("writing a checkpoint", 2 * size if writes_checkpoints and on_cpu else 0),
     ))  # fmt: skip
+
+
+def _kept_back(size: int, copy: int, config: RunConfig) -> list[tuple[str, int]]:
+    """What belongs to one peer alone: its own copy in a local run, and what its compressor has not sent."""
+    parts = []
+    if config.mode == "local":
+        parts.append(("own copy and its moments", 2 * (3 * size + copy) + size))
+    if config.average_compression in ("powersgd", "cocktail") or config.fragments > 1:
+        parts.append(("what is not sent yet", 3 * size))
+    return parts
 
 
 def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config: RunConfig, limit: str) -> int:

@@ -19,17 +19,20 @@ PROTOCOL_MINOR = 0
 
 #: Elements that share one scale in the blockwise 8-bit code.
 BLOCK_SIZE = 4096
+#: Kept elements that share one 16-bit scale in the sparse code.
+BUCKET_SIZE = 128
 MAX_DIMS = 8
 MAX_TENSORS = 4096
 MAX_MEMBERS = 4096
 MAX_TIES = 64
+MAX_PHASES = 64
 MAX_TICKETS = 65536
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-Codec = Literal["raw", "fp16", "bf16", "8bit", "int8", "scaled16"]
+Codec = Literal["raw", "fp16", "bf16", "8bit", "int8", "scaled16", "sparse4"]
 
 PeerIdField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 IncarnationField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -58,6 +61,8 @@ class TensorSpec(Part):
     codec: Codec = "raw"
     #: "input" feeds the stage and needs a gradient if floating; "label" travels unchanged to the last stage.
     role: Literal["input", "label", "grad", "state"] = "input"
+    #: Elements that the sparse code keeps; the others are 0.
+    num_kept: Annotated[int, Field(ge=0, lt=2**40)] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -73,12 +78,17 @@ class TensorSpec(Part):
             return n + 4 * math.ceil(n / BLOCK_SIZE)
         if self.codec == "scaled16":
             return 2 * n + 4 * math.ceil(n / BLOCK_SIZE)
+        if self.codec == "sparse4":
+            kept = self.num_kept or 0
+            return math.ceil(n / 8) + math.ceil(kept / 2) + 2 * math.ceil(kept / BUCKET_SIZE)
         return 2 * n
 
     @model_validator(mode="after")
     def _floats_only(self) -> TensorSpec:
         if self.codec != "raw" and self.dtype not in ("float64", "float32", "float16", "bfloat16"):
             raise ValueError(f"codec {self.codec} is for floating tensors, not {self.dtype}")
+        if (self.codec == "sparse4") != (self.num_kept is not None) or (self.num_kept or 0) > self.num_elements:
+            raise ValueError(f"{self.num_kept} of {self.num_elements} elements are kept in codec {self.codec}")
         return self
 
 
@@ -521,6 +531,8 @@ class Slice(Message):
     term: Term
     member: Member
     number: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    #: Which of the round's exchanges it belongs to: a compressor may need several, and so do groups of groups.
+    phase: Annotated[int, Field(ge=0, lt=MAX_PHASES)] = 0
 
 
 class ReducedSlice(Message):

@@ -86,8 +86,9 @@ class Schedule:
         timing = Timing(rebalance_every_s=REBALANCE_EVERY_S if self.seed % 2 == 0 else 0.0)
         options = {"tied": True} if self.tied else {}
         return small_config(
-            num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps, timing=timing, model_options=options
-        )
+            num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps, timing=timing, model_options=options,
+            max_group=2 if self.seed % 3 == 0 else 16,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         head = (

@@ -390,7 +390,8 @@ class Simulation:
 
         def watch() -> None:
             peer.member.on_commit.append(self._note)
-            peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
+            if self.config.mode == "sync":
+                peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
 
         watch()
         peer.on_move.append(watch)

@@ -12,7 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.averaging.all_reduce import WINDOW, Average, Exchange, Payload, Round, RoundFailed
+from swarm.averaging.all_reduce import Average, Exchange, Round
+from swarm.averaging.butterfly import WINDOW, Butterfly, Code, Part, Payload, RoundFailed
+from swarm.averaging.compressors.interface import Contribution
+from swarm.averaging.compressors.plain import Plain
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
 from swarm.lifecycle.step import Entry
@@ -39,12 +42,25 @@ def seals(num: int) -> list[Seal]:
 
 
 def make_rounds(
-    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype, **options: Any
+    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype, *, codec: str = "raw", **options: Any
 ) -> list[Round]:
     names = seals(len(contributions))
+    plain = Plain(num_elements, Code(codec))  # type: ignore[arg-type]
     return [
-        Round(TERM, names, names[i].member.key, contribution, num_elements=num_elements, dtype=dtype, **options)
+        Round(
+            TERM, names, names[i].member.key, plain.compress(Contribution(contribution, (1,) * len(names), i, 0)),
+            dtype=dtype, **options,
+        )
         for i, contribution in enumerate(contributions)
+    ]  # fmt: skip
+
+
+def make_exchanges(contributions: list[torch.Tensor], shares: list[int] | None = None, **options: Any) -> list[Butterfly]:
+    """One exchange by itself, without the round around it."""
+    members = [member(number) for number in range(len(contributions))]
+    return [
+        Butterfly(members, i, Part(values.numel(), values), dtype=torch.float32, shares=shares or [], **options)
+        for i, values in enumerate(contributions)
     ]
 
 
@@ -66,12 +82,12 @@ def exchange_of(
 ) -> Exchange:
     """Direct calls that take random times; what a member's round fails with reaches its callers as a refusal."""
 
-    async def exchange(j: int, number: int, part: Payload | None) -> Payload:
+    async def exchange(phase: int, j: int, number: int, part: Payload | None) -> Payload:
         await asyncio.sleep(rng.uniform(0.0, 0.1))
         if fault is not None:
             await fault(me, j)
         try:
-            reduced = await rounds[j].reduce(me, number, None if part is None else on_the_wire(part))
+            reduced = await rounds[j].reduce(member(me), phase, number, None if part is None else on_the_wire(part))
         except RoundFailed as failure:
             raise RemoteRefused("failed", str(failure)) from None
         await asyncio.sleep(rng.uniform(0.0, 0.1))
@@ -194,7 +210,7 @@ def test_a_repeated_slice_counts_once() -> None:
     """A lost reply makes the sender send again."""
 
     async def main() -> None:
-        first, second = make_rounds([torch.ones(4), torch.ones(4)], 4, torch.float32)
+        first, second = make_exchanges([torch.ones(4), torch.ones(4)])
         one = decoded(await first.reduce(1, 0, payload(torch.full((2,), 5.0))))
         again = decoded(await first.reduce(1, 0, payload(torch.full((2,), 7.0))))
         assert torch.equal(one, torch.full((2,), 6.0))
@@ -206,7 +222,7 @@ def test_a_repeated_slice_counts_once() -> None:
 
 def test_a_part_that_does_not_fit_is_refused_and_does_not_count() -> None:
     async def main() -> None:
-        first, _ = make_rounds([torch.ones(10)] * 2, 10, torch.float32, chunk_elements=2, shares=[5, 5])
+        first, _ = make_exchanges([torch.ones(10)] * 2, chunk_elements=2, shares=[5, 5])
         for bad in (torch.ones(1), torch.ones(3), torch.ones(2, dtype=torch.float64)):
             with pytest.raises(ValueError, match="a chunk of 2 elements came as"):
                 await first.reduce(1, 0, payload(bad))
@@ -223,9 +239,9 @@ def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
     async def main() -> None:
         if shares:
             with pytest.raises(ValueError, match="shares of"):
-                make_rounds([torch.ones(9)] * 3, 9, torch.float32, shares=shares)
+                make_exchanges([torch.ones(9)] * 3, shares=shares)
         else:  # none given: equal ones
-            assert len(make_rounds([torch.ones(9)] * 3, 9, torch.float32)) == 3
+            assert len(make_exchanges([torch.ones(9)] * 3)) == 3
 
     run_virtual(main())
 
@@ -239,12 +255,12 @@ def test_chunks_come_back_while_later_ones_are_still_being_sent() -> None:
         under_way = most = 0
 
         def exchange(me: int) -> Exchange:
-            async def one(j: int, number: int, part: Payload | None) -> Payload:
+            async def one(phase: int, j: int, number: int, part: Payload | None) -> Payload:
                 nonlocal under_way, most
                 under_way += 1
                 most = max(most, under_way)
                 await asyncio.sleep(1.0)
-                reduced = await rounds[j].reduce(me, number, part)
+                reduced = await rounds[j].reduce(member(me), phase, number, part)
                 under_way -= 1
                 return reduced
 
@@ -339,7 +355,7 @@ def test_a_broken_pair_is_named_by_its_ends_only() -> None:
 def test_callers_that_wait_get_an_error_at_once_when_a_round_ends() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        (round_, *_) = make_rounds([torch.ones(6)] * 3, 6, torch.float32)
+        (round_, *_) = make_exchanges([torch.ones(6)] * 3)
         waiting = [asyncio.create_task(round_.reduce(index, 0, payload(torch.ones(2)))) for index in (1,)]
         await asyncio.sleep(1.0)
         assert not waiting[0].done()
@@ -355,7 +371,7 @@ def test_callers_that_wait_get_an_error_at_once_when_a_round_ends() -> None:
 
 def test_a_caller_that_gives_up_does_not_end_the_round_for_others() -> None:
     async def main() -> None:
-        (round_, *_) = make_rounds([torch.ones(6)] * 3, 6, torch.float32)
+        (round_, *_) = make_exchanges([torch.ones(6)] * 3)
         gone = asyncio.create_task(round_.reduce(1, 0, payload(torch.ones(2))))
         await asyncio.sleep(1.0)
         gone.cancel()
@@ -367,7 +383,7 @@ def test_a_caller_that_gives_up_does_not_end_the_round_for_others() -> None:
 
 def test_a_finished_round_cannot_fail() -> None:
     async def main() -> None:
-        (round_, *_) = make_rounds([torch.ones(2)] * 2, 2, torch.float32)
+        (round_, *_) = make_exchanges([torch.ones(2)] * 2)
         reduced = decoded(await round_.reduce(1, 0, payload(torch.ones(1))))
         round_.fail(RoundFailed("too late"))
         assert torch.equal(decoded(await round_.reduce(1, 0, payload(torch.ones(1)))), reduced)
@@ -379,7 +395,7 @@ def test_one_that_answers_with_a_refusal_is_not_blamed() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def refused(j: int, number: int, part: Payload | None) -> Payload:
+        async def refused(phase: int, j: int, number: int, part: Payload | None) -> Payload:
             raise RemoteRefused("wrong_state", "ledger is open")
 
         async with asyncio.timeout(5.0):  # though the other's slice never comes
@@ -395,10 +411,10 @@ def test_a_slice_of_the_wrong_shape_or_dtype_names_its_sender(bad: torch.Tensor)
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def lies(j: int, number: int, part: Payload | None) -> Payload:
+        async def lies(phase: int, j: int, number: int, part: Payload | None) -> Payload:
             return payload(bad)
 
-        incoming = asyncio.create_task(round_.reduce(1, 0, payload(torch.ones(2))))
+        incoming = asyncio.create_task(round_.reduce(member(1), 0, 0, payload(torch.ones(2))))
         with pytest.raises(RoundFailed, match="wrong shape") as raised:
             await round_.run(lies)
         assert raised.value.suspects == (member(1),)
@@ -411,7 +427,7 @@ def test_a_bug_in_the_exchange_is_no_ones_suspicion() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def broken(j: int, number: int, part: Payload | None) -> Payload:
+        async def broken(phase: int, j: int, number: int, part: Payload | None) -> Payload:
             raise InternalError("ours")
 
         with pytest.raises(InternalError, match="ours"):

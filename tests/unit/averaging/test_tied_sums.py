@@ -9,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.all_reduce import Payload, Round
+from swarm.averaging.all_reduce import Round
+from swarm.averaging.butterfly import Payload
+from swarm.averaging.compressors.interface import Contribution
+from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
@@ -85,12 +88,13 @@ def test_a_member_alone_leaves_its_accumulator_as_it_was_sealed() -> None:
 
     async def main() -> torch.Tensor:
         seals = [Seal(member=member, head="cc" * 32)]
-        round_ = Round(Term(ballot=ZERO_BALLOT), seals, member.key, accumulated, num_elements=9, dtype=torch.float32)
+        compression = Plain(9).compress(Contribution(accumulated, (1,), 0, 0))
+        round_ = Round(Term(ballot=ZERO_BALLOT), seals, member.key, compression, dtype=torch.float32)
 
         async def add(flat: torch.Tensor):  # type: ignore[no-untyped-def]
             return ranges.tie(flat, {("embedding", 2): torch.ones(6)})
 
-        async def exchange(j: int, number: int, part: Payload | None) -> Payload:
+        async def exchange(phase: int, j: int, number: int, part: Payload | None) -> Payload:
             raise AssertionError("nobody else is here")
 
         return (await round_.run(exchange, add)).flat

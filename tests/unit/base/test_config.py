@@ -19,7 +19,13 @@ OTHER_VALUES: dict[str, object] = {
     "delay_steps": 1, "dataset": "other",
     "data_digest": "1", "tokenizer_digest": "1", "packing": False, "eval_fraction": 0.2, "eval_every": 1, "eval_samples": 65,
     "checkpoint_every": 21, "checkpoint_copies": 3, "checkpoint_keep": 3, "min_peers_per_stage": 2,
+    "powersgd_rank": 2, "cocktail_top": 0.1, "max_group": 8, "mode": "local", "inner_batch_size": 8,
+    "aggregation": "centered_clip", "clip_radius": 0.5, "outer_learning_rate": 0.5, "outer_momentum": 0.5, "fragments": 2,
 }  # fmt: skip
+#: What a field needs beside it.
+TOGETHER: dict[str, dict[str, object]] = {
+    "mode": {"inner_batch_size": 8}, "inner_batch_size": {"mode": "local"}, "fragments": {"mode": "local", "inner_batch_size": 8},
+}
 
 
 def message_of(data: dict[str, object]) -> str:
@@ -146,7 +152,9 @@ def test_the_run_id_changes_with_any_field(field: str) -> None:
         other = parse_config({"timing": {name: getattr(base.timing, name) + 1.0}}, where="x")
     else:
         assert getattr(base, field) != OTHER_VALUES[field]
-        other = parse_config({field: OTHER_VALUES[field]}, where="x")
+        beside = TOGETHER.get(field, {})
+        base = parse_config(beside if field == "fragments" else {}, where="x")
+        other = parse_config({field: OTHER_VALUES[field], **beside}, where="x")
     assert run_id_of(other.to_bytes()) != run_id_of(base.to_bytes())
 
 

@@ -1,0 +1,34 @@
+"""All of the contribution in one exchange, in any code without error feedback; summed, or robustly averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swarm.averaging.butterfly import Code, Part, Robust
+from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
+
+
+class Plain:
+    """See `compressors/interface.py`."""
+
+    def __init__(self, num_elements: int, code: Code = Code(), *, clip_radius: float | None = None) -> None:
+        """
+        Args:
+            num_elements: N.
+            code: of chunks on the wire.
+            clip_radius: of CenteredClip, in units of the mean's norm; None: the plain mean.
+        """
+        self._num_elements = num_elements
+        self._code = code
+        self._clip_radius = clip_radius
+
+    def compress(self, contribution: Contribution) -> Compression:
+        robust = None if self._clip_radius is None else Robust(contribution.tokens, self._clip_radius)
+        total = yield Part(self._num_elements, contribution.flat, self._code, robust=robust)
+        return Compressed(total.total)
+
+    def adopt(self, state: Any) -> None:
+        """It keeps nothing back."""
+
+    def forget(self) -> None:
+        """It keeps nothing back."""

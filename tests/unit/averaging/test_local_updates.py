@@ -1,0 +1,198 @@
+"""Local updates: the outer step's oracles, and one peer's copy against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import swarm.averaging.local_updates as local_updates
+from swarm.averaging.compressors.choice import compressor_of
+from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
+from swarm.base.config import RunConfig
+from swarm.base.ids import ZERO_BALLOT
+from swarm.lifecycle.record import genesis_record
+from swarm.lifecycle.step import Entry
+from swarm.policy.schedule import learning_rate
+from swarm.stage.layout import Layout
+from swarm.stage.optimizer import OptimizerState
+from swarm.stage.versions import Version, make_version
+from swarm.wire.messages import Term
+
+LAYOUT = Layout.of(torch.nn.Linear(3, 2))
+
+
+def config_of(**changes: object) -> RunConfig:
+    base: dict[str, object] = {
+        "mode": "local", "micro_batch_size": 4, "inner_batch_size": 8, "target_batch_size": 32, "compression": "none",
+        "warmup_steps": 0, "max_grad_norm": 1e9,
+    }  # fmt: skip
+    return RunConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def outer_of(config: RunConfig, masters: torch.Tensor) -> Version:
+    record = genesis_record(config, "a" * 64, ZERO_BALLOT, ((),) * config.num_stages)
+    return make_version(record, LAYOUT, masters, torch.float32)
+
+
+def own_of(config: RunConfig) -> OwnCopy:
+    return OwnCopy(config, LAYOUT, torch.float32, compressor_of(config, LAYOUT))
+
+
+def accumulator_of(own: OwnCopy, step: int = 0) -> LocalAccumulator:
+    return LocalAccumulator(step, own, dtype=torch.float32, device="cpu")
+
+
+def add(accumulator: LocalAccumulator, index: int, gradient: torch.Tensor, tokens: int = 2) -> str:
+    accumulator.ledger.grant(index, accumulator.ledger.term)
+    return accumulator.add(index, Entry(tokens, 0.0), list(LAYOUT.views(gradient)))
+
+
+def test_the_oracle_of_the_outer_step() -> None:
+    """theta = 1, delta = .3 -> .601, then delta = .1 -> .2979."""
+    config = config_of()
+    masters, state = torch.ones(1), OptimizerState.zero(torch.ones(1))
+    masters, state = nesterov(config, masters, torch.tensor([0.9]), state, step=0, factor=1 / 3)
+    assert float(masters) == pytest.approx(0.601)
+    masters, state = nesterov(config, masters, torch.tensor([0.1]), state, step=1, factor=1.0)
+    assert float(masters) == pytest.approx(0.2979)
+
+
+def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum() -> None:
+    config = config_of(outer_learning_rate=0.3, outer_momentum=0.8)
+    theta = torch.randn(9)
+    plain = torch.nn.Parameter(theta.clone())
+    sgd = torch.optim.SGD([plain], lr=0.3, momentum=0.8, nesterov=True)
+    state = OptimizerState.zero(theta)
+    for step in range(5):
+        difference = torch.randn(9)
+        plain.grad = difference.clone()
+        sgd.step()
+        theta, state = nesterov(config, theta, difference, state, step=step, factor=1.0)
+    assert torch.allclose(theta, plain.detach(), atol=1e-6)
+
+
+def test_with_rate_one_and_no_momentum_it_is_plain_averaging() -> None:
+    config = config_of(outer_learning_rate=1.0, outer_momentum=0.0)
+    outer, copies = torch.randn(8), [torch.randn(8) for _ in range(3)]
+    total = sum(outer - x for x in copies)
+    averaged, _ = nesterov(config, outer, total, OptimizerState.zero(outer), step=0, factor=1 / 3)
+    assert torch.allclose(averaged, sum(copies) / 3, atol=1e-6)
+
+
+def test_only_the_fragment_whose_turn_it_is_moves() -> None:
+    config = config_of(fragments=3)
+    outer = torch.zeros(8)
+    moved, state = nesterov(config, outer, torch.ones(8), OptimizerState.zero(outer), step=1, factor=1.0)
+    assert moved.nonzero().flatten().tolist() == state.first.nonzero().flatten().tolist() == [1, 4, 7]
+
+
+def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers with unequal shares of the batch; H = 1, outer rate 1, no momentum."""
+
+    def sgd(config, masters, gradient, state, *, learning_rate, factor):  # type: ignore[no-untyped-def]
+        return masters - learning_rate * factor * gradient, state
+
+    monkeypatch.setattr(local_updates, "adamw", sgd)
+    config = config_of(inner_batch_size=32, outer_learning_rate=1.0, outer_momentum=0.0)
+    theta = torch.randn(8)
+    gradients = torch.randn(8, 8)
+    accumulators = [accumulator_of(own_of(config)) for _ in range(3)]
+    for index in range(8):
+        accumulator = accumulators[[0, 0, 0, 0, 1, 1, 2, 1][index]]
+        accumulator.version_for(outer_of(config, theta))
+        add(accumulator, index, gradients[index])
+    total = torch.zeros(8)
+    for accumulator in accumulators:
+        accumulator.freeze(Term(n=1))
+        total += accumulator.contribution()
+    averaged, _ = nesterov(config, theta, total, OptimizerState.zero(theta), step=0, factor=1 / 16)
+    assert torch.allclose(averaged, theta - learning_rate(config, 0) * gradients.sum(0) / 16, atol=1e-6)
+
+
+def test_a_copy_moves_as_torchs_adamw_does_and_moments_go_on_after_the_commit() -> None:
+    config = config_of(max_grad_norm=0.5)
+    own, theta = own_of(config), torch.randn(8)
+    plain = torch.nn.Parameter(theta.clone())
+    optimizer = torch.optim.AdamW(
+        [plain], betas=(config.beta1, config.beta2), eps=config.epsilon, weight_decay=config.weight_decay
+    )
+    for step in range(2):
+        accumulator = accumulator_of(own, step)
+        accumulator.version_for(outer_of(config, theta))
+        with torch.no_grad():
+            plain.copy_(theta)
+        for index in range(5):  # two inner steps of two tickets, and what is left
+            gradient = torch.randn(8)
+            add(accumulator, index, gradient)
+            plain.grad = gradient if plain.grad is None else plain.grad + gradient
+            if index % 2 == 1 or index == 4:
+                plain.grad /= 4 if index % 2 else 2
+                torch.nn.utils.clip_grad_norm_([plain], 0.5)
+                optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+                optimizer.step()
+                plain.grad = None
+        accumulator.freeze(Term(n=1))
+        contribution = accumulator.contribution()
+        assert contribution is not None
+        assert torch.allclose(contribution, (theta - plain.detach()) * 10, atol=1e-5)
+        accumulator.committed()
+        theta = plain.detach().clone()
+    assert own.inner is not None
+    assert own.inner.num_updates == 6
+
+
+def test_tickets_compute_with_the_newest_copy() -> None:
+    config = config_of()
+    accumulator, outer = accumulator_of(own_of(config)), outer_of(config, torch.zeros(8))
+    assert accumulator.version_for(outer) is outer
+    add(accumulator, 0, torch.ones(8))
+    assert accumulator.version_for(outer) is outer
+    add(accumulator, 1, torch.ones(8))
+    moved = accumulator.version_for(outer)
+    assert (moved.masters != 0).all()
+    assert moved.head == outer.head
+
+
+def test_an_attempt_that_is_opened_again_goes_on_from_the_copy() -> None:
+    config = config_of()
+    accumulator, outer = accumulator_of(own_of(config)), outer_of(config, torch.zeros(8))
+    accumulator.version_for(outer)
+    add(accumulator, 0, torch.ones(8))
+    accumulator.freeze(Term(n=1))
+    first = accumulator.contribution()
+    accumulator.ledger.collect(Term(n=2), freeze=False)
+    add(accumulator, 1, torch.ones(8))
+    accumulator.freeze(Term(n=3))
+    second = accumulator.contribution()
+    assert first is not None
+    assert second is not None
+    assert (second.abs() > first.abs()).all()
+
+
+@pytest.mark.parametrize("how", ["discarded", "spoilt"])
+def test_what_does_not_count_has_not_moved_the_copy(how: str) -> None:
+    config = config_of(inner_batch_size=4)
+    own = own_of(config)
+    accumulator, outer = accumulator_of(own), outer_of(config, torch.zeros(8))
+    accumulator.version_for(outer)
+    add(accumulator, 0, torch.ones(8))
+    if how == "discarded":
+        accumulator.discard()
+    else:  # each is finite, and their sum is not; it comes with what the last update left over
+        accumulator._per_update = 9
+        add(accumulator, 1, torch.full((8,), 2.0**60))
+        add(accumulator, 2, torch.full((8,), 2.0**60))
+        accumulator.freeze(Term(n=1))
+        assert not accumulator.ledger.entries
+    assert accumulator.contribution() is None
+    assert accumulator.version_for(outer) is outer
+    assert own.inner is None
+
+
+def test_what_was_not_sent_stays_in_the_copy() -> None:
+    config = config_of(fragments=2)
+    own = own_of(config)
+    own.compressor.residual = torch.full((8,), 0.5)  # type: ignore[attr-defined]
+    assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8))).masters, torch.full((8,), 0.5))
+    own.forget()
+    assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8))).masters, torch.ones(8))

@@ -107,7 +107,9 @@ class Invariants:
 
     def _check_twice(self, stage: int, step: int, index: int, holders: list[StagePeer]) -> None:
         """Several live members hold one ticket: the newest book must count one of them at most."""
-        books = [p.leader._books[step] for p in self._simulation.stage_peers(stage) if step in p.leader._books]
+        eras = {p: p.member.record.era if p.member.record is not None else 0 for p in self._simulation.stage_peers(stage)}
+        newest = [p for p, era in eras.items() if era == max(eras.values())]  # ledgers from before a set-back count no more
+        books = [p.leader._books[step] for p in newest if step in p.leader._books]
         if any(peer.member.num_commits > step for peer in self._simulation.stage_peers()):
             return  # decided: what ledgers hold of it counts no more, and its books are closed one after the other
         if not books:
@@ -115,7 +117,7 @@ class Invariants:
         book = max(books, key=lambda x: x.term.order)
         if not book.is_collected:
             return
-        counted = [p for p in holders if p.member.me.key in book.members and p.member.me.key not in book.struck]
+        counted = [p for p in holders if p in newest and p.member.me.key in book.members and p.member.me.key not in book.struck]
         if len(counted) > 1:
             names = [p.member.me.peer[:8] for p in counted]
             self._broken(f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none struck at {book.term.order}")

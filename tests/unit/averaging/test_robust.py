@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_compressors import one_round
+from test_average_compressors import one_round
 
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.robust import centered_clip

@@ -149,7 +149,11 @@ class Swarm:
             self._spawn(1 + stage, "stage", [*join, "--stage", str(stage), "--device",
                                              self._devices[stage], "--memory-limit", memory,
                                              "--threads", "1"])
-        self._spawn(3, "trainer", [*join, "--data", str(self._directory / "data.txt")])
+
+    def train(self, in_flight: str) -> None:
+        """Begin; the cards were used for nothing so far."""
+        words = ["--join", f"{self.hosts[0][1]}:{self._port}", "--data", str(self._directory / "data.txt")]
+        self._spawn(3, "trainer", [*words, "--in-flight", in_flight])
 
     def _spawn(self, index: int, role: str, words: list[str]) -> None:
         inside, outside = self.hosts[index]
@@ -241,12 +245,6 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
     devices = [f"cuda:{card}" if has_cuda else "cpu" for card in cards]
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
-        (directory / "run.json").write_bytes(config.to_bytes())
-        reference = float(subprocess.run(
-            [sys.executable, __file__, "--alone", str(directory / "run.json"), devices[-1]], check=True, text=True,
-            stdout=subprocess.PIPE, timeout=START_TIMEOUT_S,
-        ).stdout.splitlines()[-1])  # fmt: skip
-        print(f"{name}: alone {reference:.0f} tokens/s", flush=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -254,6 +252,12 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
         with Shaper(swarm.lines(rate), port) as shaper:
             try:
                 swarm.start()
+                reference = float(subprocess.run(
+                    [sys.executable, __file__, "--alone", str(directory / "run.json"), devices[-1]], check=True, text=True,
+                    stdout=subprocess.PIPE, timeout=START_TIMEOUT_S,
+                ).stdout.splitlines()[-1])  # fmt: skip
+                print(f"{name}: alone {reference:.0f} tokens/s", flush=True)
+                swarm.train(options.in_flight)
                 cells = asyncio.run(measure(swarm, shaper, tokens, options))
             finally:
                 swarm.close()
@@ -283,6 +287,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--delays", type=lambda s: [int(x) for x in s.split(",")], default=list(DELAYS_MS), help="ms each way")
     parser.add_argument("--settle-s", type=float, default=12.0, help="seconds at each delay before it is measured")
     parser.add_argument("--measure-s", type=float, default=8.0, help="seconds measured")
+    parser.add_argument("--in-flight", default="auto", help="micro-batches, or auto, which needs --settle-s 40 at long delays")
+    parser.add_argument("--name", default="wan", help="of the JSON and the plot")
     parser.add_argument("--link", type=float, help="bytes per second each way (default: scaled to the card)")
     parser.add_argument("--first-card", type=int, default=0, help="the stages' cards are this one and the next")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -301,7 +307,8 @@ def in_parallel(options: argparse.Namespace) -> list[dict[str, Any]]:
                 pair = next(i for i in range(pairs) if i not in {p for p, _ in running.values()})
                 words = [sys.executable, __file__, "--shapes", name, "--part", str(Path(text) / name), "--first-card",
                          str(2 * pair), "--delays", ",".join(map(str, options.delays)), "--settle-s", str(options.settle_s),
-                         "--measure-s", str(options.measure_s), *(["--link", str(options.link)] if options.link else [])]
+                         "--measure-s", str(options.measure_s), "--in-flight", options.in_flight,
+                         *(["--link", str(options.link)] if options.link else [])]
                 running[name] = (pair, subprocess.Popen(words))
             time.sleep(0.5)
             for name, (_, process) in list(running.items()):
@@ -345,7 +352,7 @@ def main() -> None:
                            for name, s in SHAPES.items() if name in options.shapes.split(",")),
         "affinity": f"{os.cpu_count()} cores",
     }  # fmt: skip
-    publish("wan", facts=facts, tables={"GPU utilisation": rows}, details=results, draw=draw(results))
+    publish(options.name, facts=facts, tables={"GPU utilisation": rows}, details=results, draw=draw(results))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def variants_of(options: argparse.Namespace) -> dict[str, Variant]:
     local = {"mode": "local", "inner_batch_size": options.batch // options.peers_per_stage}
     outer = {"outer_learning_rate": options.outer_learning_rate, "outer_momentum": options.outer_momentum}
     mean = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    cocktail = {**local, **mean, "average_compression": "cocktail", "cocktail_mask": 0.1}
+    cocktail = {**local, **mean, "average_compression": "cocktail", "fragments": 10}
     few, many = options.inner_steps
     return {
         "single": Variant("single process", is_plain=True),

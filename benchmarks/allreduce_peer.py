@@ -27,6 +27,7 @@ from swarm.peer.stage_leader import StageLeader
 from swarm.peer.stage_member import StageMember
 from swarm.stage.compute import StageCompute
 from swarm.stage.executor import ThreadExecutor
+from swarm.stage.optimizer import moments_for
 
 
 class OneParameter:
@@ -74,7 +75,8 @@ async def serve(options: dict[str, Any]) -> None:
     link = Link(context)
     compute = StageCompute(OneParameter(num_elements), 0, precision=config.precision, seed=0)
     threads = [ThreadExecutor(name) for name in ("compute", "background", "storage")]
-    member = StageMember(link, 0, compute, *threads, Tasks())
+    moments = moments_for(config, compute.layout, dtype=compute.master_dtype, device="cpu")
+    member = StageMember(link, 0, compute, moments, *threads, Tasks())
     Rounds(link, member)
     StageLeader(link, member)
     accumulator = member.step_state(0).accumulator

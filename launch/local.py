@@ -63,6 +63,8 @@ def parse(argv: Sequence[str]) -> Namespace:
                        "is refused before it is allocated (default: its part of 80 %% of what is free)")
     group.add_argument("--peer-memory", metavar="SIZE", type=size_bytes, default=None,
                        help="what one stage peer may take for the model: --stages auto takes the fewest stages that fit")
+    group.add_argument("--offload-optimizer", action="store_true",
+                       help="keep the optimizer's state of stages on GPUs in main memory (see launch_stage)")
     group.add_argument("--compile", action="store_true", help="torch.compile the stages' layers (see launch_stage)")
     group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
                        help="address that all peers listen at; 0.0.0.0 lets other machines join")
@@ -106,9 +108,12 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
         state_dir_is_new=not state_dir.exists(),
         stored_config=stored.config_bytes if stored else None,
         **{key: getattr(options, key) for key in (
-            "host", "port", "device", "threads", "memory_limit", "compile", "in_flight", "metrics", "log_level", "log_format"
+            "host", "port", "device", "threads", "memory_limit", "offload_optimizer", "compile", "in_flight", "metrics",
+            "log_level", "log_format",
         )},
     )
+    if plan.offload_optimizer and plan.device == "cpu":
+        raise ConfigError("--offload-optimizer: with --device cpu all state is in main memory already")
     if config.min_peers_per_stage > plan.peers_per_stage:
         raise ConfigError(f"min_peers_per_stage {config.min_peers_per_stage} is more than the {plan.peers_per_stage} "
                           "peers per stage that are started: the run would never begin")

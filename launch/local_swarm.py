@@ -64,6 +64,7 @@ class SwarmPlan:
     device: str
     threads: int | None
     memory_limit: int | None
+    offload_optimizer: bool
     compile: bool
     in_flight: int | None
     metrics: Path | None
@@ -133,6 +134,8 @@ class LocalSwarm:
         device = self._plan.device
         if device.startswith("cuda:") and int(device.removeprefix("cuda:")) >= num_devices:
             raise ConfigError(f"--device {device}: this machine has {num_devices} CUDA devices that torch can use")
+        if self._plan.offload_optimizer and (device == "cpu" or not num_devices):
+            raise ConfigError("--offload-optimizer: the stages compute on the CPU: all their state is in main memory already")
         return num_devices
 
     async def _start_backbone(self) -> Address:
@@ -169,6 +172,8 @@ class LocalSwarm:
                 words = ["--stage", str(stage), *join, "--port", "0", "--device", device, "--threads", str(threads)]
                 if device == "cpu" or plan.memory_limit:
                     words += ["--memory-limit", str(memory)]
+                if plan.offload_optimizer:
+                    words.append("--offload-optimizer")
                 if plan.compile:
                     words.append("--compile")
                 if plan.paths.model is not None:

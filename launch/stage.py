@@ -57,6 +57,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
                        help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
                        "is refused before it is allocated (default: 80 %% of what is free)")
+    group.add_argument("--offload-optimizer", action="store_true",
+                       help="keep the optimizer's state in main memory: more room on the GPU, a slower end of each step")
     group.add_argument("--compile", action="store_true",
                        help="torch.compile the stage's layers: some seconds once, then a GPU is a quarter faster or more")
     group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
@@ -188,6 +190,8 @@ def _prepare(
     may_import = options.run is not None or options.allow_import == context.config.model
     device = resolve_device(options.device)
     share_interpreter(device)
+    if options.offload_optimizer and device == "cpu":
+        raise ConfigError("--offload-optimizer: this peer computes on the CPU: all of its state is in main memory already")
     factory = factory_of(context.config, may_import=may_import, source=source)
     limit, what = options.memory_limit, "--memory-limit"
     if limit is None:
@@ -204,8 +208,9 @@ def _prepare(
             storage=ThreadExecutor("storage"),
             device=device,
             state_dir=options.state_dir,
-            memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, limit, what, device, options.state_dir),
+            memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, options, limit, what, device),
             compile=options.compile,
+            offload_optimizer=options.offload_optimizer,
             free_bytes=lambda: device_memory(device),
             flops_per_s=flops_per_s,
         )
@@ -214,21 +219,27 @@ def _prepare(
 
 
 def _in_flight_bytes(
-    factory: StageFactory, stage: int, config: RunConfig, limit_bytes: int, limit: str, device: str, state_dir: Path | None
+    factory: StageFactory, stage: int, config: RunConfig, options: Namespace, limit_bytes: int, limit: str, device: str
 ) -> int:
     """What the stage itself leaves of `limit_bytes`; everything, where its size is not known before it is built.
 
     Raises:
         ConfigError: the stage does not fit.
     """
+    from launch.devices import available_memory
     from swarm.stage.compute import stage_module
-    from swarm.stage.memory import memory_of, room_in_flight
+    from swarm.stage.memory import memory_of, require_main_memory, room_in_flight
     from swarm.stage.module import Outlined
 
     if not isinstance(factory, Outlined):
         return limit_bytes
     module = stage_module(factory, stage, config.frozen)
-    needed = memory_of(module, config, writes_checkpoints=state_dir is not None, on_cpu=device == "cpu")
+    if options.offload_optimizer:
+        require_main_memory(module, config, available_memory())
+    needed = memory_of(
+        module, config, writes_checkpoints=options.state_dir is not None, on_cpu=device == "cpu",
+        offload=options.offload_optimizer,
+    )  # fmt: skip
     return room_in_flight(needed, limit_bytes, stage=stage, config=config, limit=limit)
 
 

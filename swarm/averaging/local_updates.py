@@ -24,8 +24,8 @@ from swarm.lifecycle.record import clip_coefficient
 from swarm.lifecycle.step import Entry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.accumulator import Accumulator, Numbers, is_finite
-from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState, adamw
+from swarm.stage.moments import FIRST, Moments, OptimizerState
+from swarm.stage.optimizer import adamw
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import Term
 
@@ -35,7 +35,8 @@ class OwnCopy:
     """What a peer keeps of its own from one outer step to the next."""
 
     config: RunConfig
-    layout: Layout
+    #: How the inner optimizer's are kept.
+    moments: Moments
     #: Of the copy that computes.
     dtype: torch.dtype
     compressor: Compressor
@@ -48,7 +49,7 @@ class OwnCopy:
         if residual is None:
             return outer
         masters = outer.masters - residual.to(outer.masters.device)
-        return make_version(outer.record, self.layout, masters, self.dtype)
+        return make_version(outer.record, self.moments.layout, masters, self.dtype)
 
     def forget(self) -> None:
         """The run was set back: nothing from before belongs to what follows."""
@@ -63,7 +64,7 @@ class LocalAccumulator(Accumulator):
     """
 
     def __init__(self, step: int, own: OwnCopy, *, dtype: torch.dtype, device: str) -> None:
-        super().__init__(step, own.layout, dtype=dtype, device=device)
+        super().__init__(step, own.moments.layout, dtype=dtype, device=device)
         self._step = step
         self._own = own
         self._per_update = own.config.inner_batch_size // own.config.micro_batch_size
@@ -107,13 +108,13 @@ class LocalAccumulator(Accumulator):
         tokens = sum(self.ledger.entries[index].tokens for index in new)
         if self._flat is None or self._copy is None or not tokens:
             return
-        config = self._own.config
+        config, moments = self._own.config, self._own.moments
         if not is_finite(self._flat):
             return  # `freeze` calls all of it overflow
         norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64)) / tokens
         try:
             masters, self._inner = adamw(
-                config, self._copy.masters, self._flat, self._inner or OptimizerState.zero(self._flat),
+                config, moments, self._copy.masters, self._flat, self._inner or moments.zero(),
                 learning_rate=learning_rate(config, self._step), factor=clip_coefficient(norm, config.max_grad_norm) / tokens,
             )  # fmt: skip
             self._copy = make_version(self._copy.record, self._layout, masters, self._own.dtype)
@@ -162,7 +163,7 @@ def nesterov(
         config: outer learning rate and momentum, fragments.
         masters: flat [N]; not modified.
         difference: flat [N], the sum over tokens of `outer - own copy`; not modified.
-        state: its first moment is the velocity; not modified. The second is not used.
+        state: its first moment, as numbers, is the velocity; not modified. The second is not used.
         step: of the commit.
         factor: makes the sum a mean.
 
@@ -171,9 +172,10 @@ def nesterov(
     """
     fragment = slice(step % config.fragments, None, config.fragments)
     mean = difference[fragment] * factor
-    velocity = state.first[fragment] * config.outer_momentum
+    before = state.tensors[FIRST]
+    velocity = before[fragment].to(masters.device) * config.outer_momentum
     velocity += mean
-    masters, first = masters.clone(), state.first.clone()
+    masters, first = masters.clone(), before.clone()
     first[fragment] = velocity
     masters[fragment] -= velocity.mul_(config.outer_momentum).add_(mean).mul_(config.outer_learning_rate)
-    return masters, OptimizerState(first, state.second, state.num_updates + 1)
+    return masters, OptimizerState({**state.tensors, FIRST: first}, state.num_updates + 1)

@@ -93,6 +93,9 @@ class RunConfig(BaseModel):
     micro_batch_size: int = Field(8, ge=1, description="samples per micro-batch (ticket)")
     target_batch_size: int = Field(64, ge=1, description="samples per optimizer step; a multiple of micro_batch_size")
     total_steps: int = Field(60, ge=1, description="optimizer steps of the run")
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        "adamw", description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too"
+    )
     learning_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment")
@@ -169,6 +172,8 @@ class RunConfig(BaseModel):
                 f"average_compression {self.average_compression!r} excludes precision 'fp64', which is there to compare bits; "
                 "use 'none', or fp32"
             )
+        if self.optimizer == "adamw8bit" and self.precision == "fp64":
+            raise ValueError("optimizer 'adamw8bit' excludes precision 'fp64', whose digits it would lose; use 'adamw', or fp32")
         if self.aggregation != "mean" and (self.average_compression in ("powersgd", "cocktail") or self.fragments > 1):
             what = "fragments" if self.fragments > 1 else f"average_compression {self.average_compression!r}"
             raise ValueError(f"aggregation {self.aggregation!r} compares whole averages: it excludes {what}")

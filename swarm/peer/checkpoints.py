@@ -69,7 +69,7 @@ class Checkpoints:
                 if best is not None and best[1] <= loss:
                     return None
             path = write_checkpoint(
-                root, member.stage, state, member.compute.layout, member.config, config_bytes=member.context.config_bytes
+                root, member.stage, state, member.moments, member.config, config_bytes=member.context.config_bytes
             )
             if loss is not None:
                 mark_best(path, loss)

@@ -17,7 +17,7 @@ from swarm.lifecycle.record import Members
 from swarm.peer.reign import Key, Reign
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import plan_moves
-from swarm.policy.throughput import StageWork, Swarm, Worker
+from swarm.policy.throughput import HELD_PER_STATE, StageWork, Swarm, Worker
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class Rebalancing:
         return StageWork(
             ticket_bytes=statistics.median(sizes) if sizes else 0.0,
             state_bytes=max((load.state_bytes for load in loads), default=0),
+            held_per_state=HELD_PER_STATE[self._reign.config.optimizer],
         )
 
     def _worker(self, stage: int, member: m.Member) -> Worker:

@@ -17,7 +17,6 @@ from swarm.peer.link import Link
 from swarm.peer.stage_member import StageMember
 from swarm.stage.checkpoint import StageCheckpoint, scan
 from swarm.stage.executor import Priority
-from swarm.stage.optimizer import OptimizerState
 from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -108,13 +107,13 @@ class RestorePoints:
                 return None
             masters = (await member.executor.run(compute.initial_masters, Priority.CONTROL)).value
             version = make_version(record, compute.layout, masters, compute.dtype)
-            return StageState(version, OptimizerState.zero(masters))
+            return StageState(version, member.moments.zero())
         for checkpoint in (await self._checkpoints())[0]:
             if checkpoint.record.head == record.head:
                 try:
                     outcome = await member.storage.run(
                         lambda c=checkpoint: c.state(  # type: ignore[misc]
-                            compute.layout, record=record, dtype=compute.dtype, device=compute.device
+                            member.moments, record=record, dtype=compute.dtype, device=compute.device
                         ),
                         Priority.CONTROL,
                     )

@@ -32,7 +32,8 @@ from swarm.stage.device import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.memory import KEPT_AVERAGES
-from swarm.stage.optimizer import OptimizerState, adamw
+from swarm.stage.moments import Moments
+from swarm.stage.optimizer import adamw, own_moments_for
 from swarm.stage.versions import StageState, VersionStore, make_version
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -92,14 +93,15 @@ class StageMember:
     """The step protocol at one peer of one stage."""
 
     def __init__(
-        self, link: Link, stage: int, compute: StageCompute, executor: Executor, background: Executor, storage: Executor,
-        tasks: Tasks,
+        self, link: Link, stage: int, compute: StageCompute, moments: Moments, executor: Executor, background: Executor,
+        storage: Executor, tasks: Tasks,
     ) -> None:  # fmt: skip
         self.link = link
         self.context = link.context
         self.config = link.context.config
         self.stage = stage
         self.compute = compute
+        self.moments = moments
         self.executor = executor
         self.background = background
         self.storage = storage
@@ -108,12 +110,12 @@ class StageMember:
         masters = compute.initial_masters() if compute.has_values else compute.no_masters()
         self.versions = VersionStore(
             make_version(initial, compute.layout, masters, compute.dtype),
-            OptimizerState.zero(masters),
+            moments.zero(),
             keep=self.config.delay_steps + 1,
         )
         self.compressor = compressor_of(self.config, compute.layout)
         #: Of a local run.
-        self.own = OwnCopy(self.config, compute.layout, compute.dtype, self.compressor)
+        self.own = OwnCopy(self.config, own_moments_for(self.config, moments), compute.dtype, self.compressor)
         #: Newest record seen; None before genesis.
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
@@ -441,7 +443,7 @@ class StageMember:
                 )
             elif not record.skipped:
                 masters, optimizer = adamw(
-                    config, masters, flat, optimizer, learning_rate=record.learning_rate,
+                    config, self.moments, masters, flat, optimizer, learning_rate=record.learning_rate,
                     factor=record.clip_coefficient / record.tokens,
                 )  # fmt: skip
             version = make_version(record, compute.layout, masters, compute.dtype)
@@ -455,7 +457,8 @@ class StageMember:
         """Digest of parameters and optimizer state of the newest version, for the next seal."""
         version, optimizer = self.versions.newest, self.versions.optimizer
         outcome = await self.background.run(
-            lambda: checksum_of([version.masters, optimizer.first, optimizer.second]), Priority.CONTROL
+            lambda: checksum_of([version.masters, *(optimizer.tensors[name] for name in self.moments.entries)]),
+            Priority.CONTROL,
         )
         if self.versions.newest is version:
             self._digest = (version.head, outcome.value)

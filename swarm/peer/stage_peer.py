@@ -26,6 +26,7 @@ from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
 from swarm.stage.executor import Executor, Priority
 from swarm.stage.module import StageFactory, ties_of
+from swarm.stage.optimizer import moments_for
 from swarm.stage.stash import MemoryBudget
 from swarm.wire import messages as m
 
@@ -48,6 +49,7 @@ class StagePeer:
         state_dir: where checkpoints go; None writes none.
         memory_limit_bytes: bound of what in-flight micro-batches may hold.
         compile: `torch.compile` the stage's blocks before it serves.
+        offload_optimizer: the optimizer's state stays in main memory; for a device that is not the CPU.
         free_bytes: memory that is left now, for another stage's state; None where nobody can tell.
         flops_per_s: of the device in a short benchmark; 0 if not known.
     """
@@ -65,12 +67,14 @@ class StagePeer:
         state_dir: Path | None = None,
         memory_limit_bytes: int = 2**30,
         compile: bool = False,
+        offload_optimizer: bool = False,
         free_bytes: Callable[[], int] | None = None,
         flops_per_s: float = 0.0,
     ) -> None:
         self.context = context
         self._factory = factory
         self._compile = compile
+        self._offload_optimizer = offload_optimizer
         self._executor = executor
         self._background = background
         self._device_name = device
@@ -109,7 +113,13 @@ class StagePeer:
         self._tasks = Tasks()
         compute.show_progress(self._executor)
         self.stage = stage = compute.stage
-        self.member = StageMember(self.link, stage, compute, self._executor, self._background, self._storage, self._tasks)
+        moments = moments_for(
+            self.context.config, compute.layout, dtype=compute.master_dtype, device=compute.device,
+            offload=self._offload_optimizer,
+        )  # fmt: skip
+        self.member = StageMember(
+            self.link, stage, compute, moments, self._executor, self._background, self._storage, self._tasks
+        )
         if before is not None:
             self.member.succeed(before)
         self.meter = LoadMeter(self.member, self._free_bytes, self._flops_per_s)

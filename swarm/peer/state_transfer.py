@@ -21,7 +21,7 @@ from swarm.peer.link import Link, Refuse, together
 from swarm.peer.stage_member import StageMember
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import OptimizerState
 from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
@@ -43,12 +43,14 @@ _DTYPES = {
 }  # fmt: skip
 #: Entries of parameters that are not trained: never changed, and only asked for by a peer that has no files.
 _FROZEN = "frozen/"
+#: Entries of parameters; the others are those of the optimizer's state.
+_MASTERS, _PREVIOUS = "masters", "previous"
 
 
 def _tensors(state: StageState) -> dict[str, torch.Tensor]:
-    tensors = {"masters": state.version.masters, "first": state.optimizer.first, "second": state.optimizer.second}
+    tensors = {_MASTERS: state.version.masters, **state.optimizer.tensors}
     if state.previous is not None:
-        tensors["previous"] = state.previous.masters
+        tensors[_PREVIOUS] = state.previous.masters
     return tensors
 
 
@@ -184,11 +186,15 @@ class _Incoming:
         self._tensors = {}
         for name, dtype_name, length, _ in self._wanted:
             target = compute.frozen.get(name.removeprefix(_FROZEN)) if name.startswith(_FROZEN) else None
-            num_elements, dtype = compute.layout.num_elements, compute.master_dtype
-            if name.startswith(_FROZEN) and target is None:
-                raise RemoteError(f"{name} is no parameter of this stage")
             if target is not None:
                 num_elements, dtype = target.numel(), target.dtype
+            elif name in (_MASTERS, _PREVIOUS):
+                num_elements, dtype = compute.layout.num_elements, compute.master_dtype
+            elif name in member.moments.entries:
+                dtype, layout = member.moments.entries[name]
+                num_elements = layout.num_elements
+            else:
+                raise RemoteError(f"{name} is nothing that this stage has")
             if length != num_elements or _DTYPES.get(dtype_name) != dtype:
                 raise RemoteError(f"{name} has {length} elements of {dtype_name}, this stage {num_elements} of {dtype}")
             self._tensors[name] = torch.empty(num_elements, dtype=dtype) if target is None else target.detach().view(-1)
@@ -256,15 +262,17 @@ class _Incoming:
             if found.value != digest:
                 raise RemoteError(f"{name}: the digest differs from the one announced")
             if not name.startswith(_FROZEN):
-                tensors[name] = flat.to(compute.device)
+                is_moment = name in self._member.moments.entries
+                tensors[name] = flat.to(self._member.moments.home if is_moment else compute.device)
         compute.has_frozen = True
-        if set(tensors) - {"previous"} != {"masters", "first", "second"}:
+        moments = self._member.moments.entries
+        if set(tensors) - {_PREVIOUS} != {_MASTERS, *moments}:
             raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
         previous = None
-        if self.manifest.previous is not None and "previous" in tensors:
-            previous = make_version(self.manifest.previous, compute.layout, tensors["previous"], compute.dtype)
-        version = make_version(self.manifest.record, compute.layout, tensors["masters"], compute.dtype)
-        optimizer = OptimizerState(tensors["first"], tensors["second"], self.manifest.num_updates)
+        if self.manifest.previous is not None and _PREVIOUS in tensors:
+            previous = make_version(self.manifest.previous, compute.layout, tensors[_PREVIOUS], compute.dtype)
+        version = make_version(self.manifest.record, compute.layout, tensors[_MASTERS], compute.dtype)
+        optimizer = OptimizerState({name: tensors[name] for name in moments}, self.manifest.num_updates)
         return StageState(version, optimizer, previous)
 
 

@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 Key = tuple[str, str]
 #: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
-#: Beside its state a peer holds gradient sums, averages, copies that compute, and for a moment the next state; see
-#: `stage/memory.py`, which counts exactly before a stage is built.
-HELD_PER_STATE = 3.5
+#: By the run's optimizer: beside its state a peer holds gradient sums, averages, copies that compute, and for a moment
+#: the next state; see `stage/memory.py`, which counts exactly before a stage is built.
+HELD_PER_STATE = {"adamw": 3.5, "adamw8bit": 5.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,13 @@ class StageWork:
     ticket_bytes: float = 0.0
     #: Parameters and optimizer state: what a peer downloads before it serves.
     state_bytes: int = 0
+    #: What serving the stage takes of memory, in units of that.
+    held_per_state: float = HELD_PER_STATE["adamw"]
 
     @property
     def held_bytes(self) -> int:
-        """What serving the stage takes of memory: its state, and what `HELD_PER_STATE` counts."""
-        return int(self.state_bytes * HELD_PER_STATE)
+        """What serving the stage takes of memory."""
+        return int(self.state_bytes * self.held_per_state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -89,36 +89,40 @@ class StageCheckpoint:
         return self._load("parameters")
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's moments, as `first/<name>` and `second/<name>`.
+        """Of the optimizer, as `first/<name>`, `second/<name>` and so on: see `Moments.entries`.
 
         Raises:
             StorageError: as `parameters`.
         """
         return self._load("optimizer")
 
-    def state(self, layout: Layout, *, record: CommitRecord, dtype: torch.dtype, device: str) -> StageState:
+    def state(self, moments: Moments, *, record: CommitRecord, dtype: torch.dtype, device: str) -> StageState:
         """The whole state, as it was committed; its version carries `record` (of the same head).
 
         Raises:
             StorageError: if a file is damaged, or is that of another model.
         """
 
-        def flat(tensors: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
+        def flat(
+            tensors: dict[str, torch.Tensor], prefix: str = "", layout: Layout = moments.layout, where: str = device
+        ) -> torch.Tensor:
             try:
                 named = [tensors[prefix + name] for name in layout.names]
-                masters = {t.dtype for t in named}
-                if len(masters) > 1:
+                dtypes = {t.dtype for t in named}
+                if len(dtypes) > 1:
                     raise ValueError("tensors of several dtypes")
-                return layout.flatten(named, dtype=named[0].dtype if named else torch.float32, device=device)
+                return layout.flatten(named, dtype=named[0].dtype if named else torch.float32, device=where)
             except (KeyError, ValueError, RuntimeError, AssertionError) as error:
                 raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
 
-        moments = self.moments()
-        optimizer = OptimizerState(flat(moments, "first/"), flat(moments, "second/"), self.num_updates)
+        found = self.moments()
+        optimizer = OptimizerState({
+            name: flat(found, f"{name}/", layout, str(moments.home)) for name, (_, layout) in moments.entries.items()
+        }, self.num_updates)  # fmt: skip
         previous = None
         if self.previous is not None:
-            previous = make_version(self.previous, layout, flat(self._load("previous")), dtype)
-        return StageState(make_version(record, layout, flat(self.parameters()), dtype), optimizer, previous)
+            previous = make_version(self.previous, moments.layout, flat(self._load("previous")), dtype)
+        return StageState(make_version(record, moments.layout, flat(self.parameters()), dtype), optimizer, previous)
 
 
 def _identity(file: Path) -> tuple[int, int]:
@@ -132,7 +136,7 @@ def _damaged(path: Path, what: object) -> StorageError:
 
 
 def write_checkpoint(
-    root: Path, stage: int, state: StageState, layout: Layout, config: RunConfig, *, config_bytes: bytes
+    root: Path, stage: int, state: StageState, moments: Moments, config: RunConfig, *, config_bytes: bytes
 ) -> Path:
     """Write one stage's committed state and prune all but the newest `checkpoint_keep`.
 
@@ -145,14 +149,16 @@ def write_checkpoint(
     partial = parent / f".partial-{version.num_commits:08d}-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        parts = {
-            "parameters": {"": version.masters}, "optimizer": {"first/": optimizer.first, "second/": optimizer.second},
-        }  # fmt: skip
+        layout = moments.layout
+        parts: dict[str, dict[str, tuple[Layout, torch.Tensor]]] = {
+            "parameters": {"": (layout, version.masters)},
+            "optimizer": {f"{name}/": (entry[1], optimizer.tensors[name]) for name, entry in moments.entries.items()},
+        }
         if state.previous is not None:
-            parts["previous"] = {"": state.previous.masters}
+            parts["previous"] = {"": (layout, state.previous.masters)}
         digests = {}
         for name, flats in parts.items():  # one after another: each is a copy of its tensors
-            tensors = {key: value for prefix, flat in flats.items() for key, value in _named(layout, flat, prefix).items()}
+            tensors = {key: value for prefix, flat in flats.items() for key, value in _named(*flat, prefix).items()}
             save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
             digests[name] = digest_of(tensors[key] for key in sorted(tensors))
             del tensors

@@ -20,7 +20,8 @@ from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES, stage_module
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import FIRST, SECOND, Moments, OptimizerState, numbers_of
+from swarm.stage.optimizer import moments_for
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import CommitRecord, StageResult, Term
 
@@ -60,23 +61,35 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
     parameters = {name: value for checkpoint in found for name, value in checkpoint.parameters().items()}
     moments = {name: value for checkpoint in found for name, value in checkpoint.moments().items()}
     dtype = MASTER_DTYPES[new.precision]
-    layouts, flats = [], []
+    layouts, flats, states = [], [], []
     for stage in range(new.num_stages):
         layout = Layout.of(stage_module(factory, stage, new.frozen))
         layouts.append(layout)
-        flats.append([_flat(layout, tensors, prefix, dtype, stage) for tensors, prefix in (
-            (parameters, ""), (moments, "first/"), (moments, "second/")
-        )])  # fmt: skip
-    record = _first_record(found[0].record, new, [digest_of(flat) for flat in flats], step)
-    for stage, (layout, (masters, first, second)) in enumerate(zip(layouts, flats, strict=True)):
+        flats.append(_flat(layout, parameters, "", dtype, stage))
+        kept = moments_for(new, layout, dtype=dtype, device="cpu")
+        states.append((kept, _state_of(kept, moments, stage, found[0].num_updates)))
+    digests = [digest_of([flat, *state.tensors.values()]) for flat, (_, state) in zip(flats, states, strict=True)]
+    record = _first_record(found[0].record, new, digests, step)
+    for stage, (layout, masters, (kept, optimizer)) in enumerate(zip(layouts, flats, states, strict=True)):
         version = make_version(record, layout, masters, PRECISION_DTYPES[new.precision])
         previous = None
         if new.delay_steps:  # the next step's tickets use the version before: here the same parameters under its name
             before = record.model_copy(update={"step": record.step - 1, "head": record.previous_head, "previous_head": ""})
             previous = make_version(before, layout, masters, PRECISION_DTYPES[new.precision])
-        state = StageState(version, OptimizerState(first, second, found[0].num_updates), previous)
-        write_checkpoint(out / f"stage-{stage}-0", stage, state, layout, new, config_bytes=new.to_bytes())
+        state = StageState(version, optimizer, previous)
+        write_checkpoint(out / f"stage-{stage}-0", stage, state, kept, new, config_bytes=new.to_bytes())
     return record
+
+
+def _state_of(kept: Moments, moments: dict[str, torch.Tensor], stage: int, num_updates: int) -> OptimizerState:
+    """The part of `stage`, carried over to the bit if both runs keep moments alike, else as numbers."""
+    if {key.partition("/")[0] for key in moments} == kept.entries.keys():
+        return OptimizerState({
+            name: _flat(layout, moments, f"{name}/", dtype, stage) for name, (dtype, layout) in kept.entries.items()
+        }, num_updates)  # fmt: skip
+    numbers = numbers_of(moments)
+    first, second = (_flat(kept.layout, numbers, f"{name}/", kept.dtype, stage) for name in (FIRST, SECOND))
+    return kept.of_numbers(first, second, num_updates)
 
 
 def _flat(layout: Layout, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype, stage: int) -> torch.Tensor:

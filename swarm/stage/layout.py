@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -27,6 +28,11 @@ class Layout:
     @property
     def num_elements(self) -> int:
         return self.offsets[-1]
+
+    def in_blocks(self, size: int) -> Layout:
+        """Of one number for each block of `size` elements; each parameter begins a block."""
+        shapes = tuple(torch.Size([-(-shape.numel() // size)]) for shape in self.shapes)
+        return Layout(self.names, shapes, (0, *accumulate(shape.numel() for shape in shapes)))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat` [num_elements], one in each parameter's shape."""

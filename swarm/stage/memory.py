@@ -13,6 +13,7 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
+from swarm.stage.eight_bit import num_blocks
 
 #: Averages of committed steps that a member keeps: a newcomer that downloads may be a step behind.
 KEPT_AVERAGES = 2
@@ -39,13 +40,16 @@ class StageMemory:
         return f"{_text(self.num_bytes)} for {counted} parameters ({parts})"
 
 
-def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints: bool, on_cpu: bool) -> StageMemory:
+def memory_of(
+    module: torch.nn.Module, config: RunConfig, *, writes_checkpoints: bool, on_cpu: bool, offload: bool = False
+) -> StageMemory:
     """What training `module` takes, which may be without memory itself.
 
     Args:
         module: of one stage; what it does not train needs no gradient.
         writes_checkpoints: the peer has a state directory.
         on_cpu: a GPU's checkpoints pass through main memory, which is not counted then.
+        offload: nor are moments, which are there; see `moments_bytes`.
     """
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     untrained = [p for p in module.parameters() if not p.requires_grad]
@@ -53,37 +57,56 @@ def memory_of(module: torch.nn.Module, config: RunConfig, *, writes_checkpoints:
     frozen_bytes = sum(p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in untrained)
     return memory_for(
         trained, sum(p.numel() for p in untrained), config, frozen_bytes=frozen_bytes,
-        writes_checkpoints=writes_checkpoints, on_cpu=on_cpu,
+        writes_checkpoints=writes_checkpoints, on_cpu=on_cpu, offload=offload,
     )  # fmt: skip
 
 
 def memory_for(
-    trained: int, frozen: int, config: RunConfig, *, frozen_bytes: int, writes_checkpoints: bool, on_cpu: bool
-) -> StageMemory:
+    trained: int, frozen: int, config: RunConfig, *, frozen_bytes: int, writes_checkpoints: bool, on_cpu: bool,
+    offload: bool = False,
+) -> StageMemory:  # fmt: skip
     """What training so many parameters takes; see `memory_of`."""
     master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
     size, versions = trained * master.itemsize, 1 + config.delay_steps
     copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
+    moments = moments_bytes(trained, config)
+    here = 0 if offload else moments
     return StageMemory(trained, frozen, (
         ("parameters", versions * size),
-        ("AdamW's moments", 2 * size),
-        ("both once more while a step is applied", 3 * size),
+        ("AdamW's moments", here),
+        ("both once more while a step is applied", size + here),
         ("gradient sums and averages", (versions + KEPT_AVERAGES) * size),
         (f"{config.precision} copies", copies),
-        *_kept_back(size, trained * compute.itemsize if copies else 0, config),
+        *_kept_back(trained, size, trained * compute.itemsize if copies else 0, config, offload=offload),
         ("frozen parameters", frozen_bytes),
-        ("writing a checkpoint", 2 * size if writes_checkpoints and on_cpu else 0),
+        ("writing a checkpoint", max(size, moments) if writes_checkpoints and on_cpu else 0),
     ))  # fmt: skip
 
 
-def _kept_back(size: int, copy: int, config: RunConfig) -> list[tuple[str, int]]:
+def _kept_back(trained: int, size: int, copy: int, config: RunConfig, *, offload: bool) -> list[tuple[str, int]]:
     """What belongs to one peer alone: its own copy in a local run, and what its compressor has not sent."""
     parts = []
     if config.mode == "local":
-        parts.append(("own copy and its moments", 2 * (3 * size + copy) + size))
+        inner = 0 if offload else _own_moments_bytes(trained, config)
+        parts.append(("own copy and its moments", 2 * (size + inner + copy) + size))
     if config.average_compression in ("powersgd", "cocktail") or config.fragments > 1:
         parts.append(("what is not sent yet", 3 * size))
     return parts
+
+
+def moments_bytes(trained: int, config: RunConfig) -> int:
+    """Of the optimizer's state that the peers of a stage share, for so many parameters."""
+    in_8_bits = config.optimizer == "adamw8bit" and config.mode == "sync"
+    return _moments_bytes(trained, config, in_8_bits=in_8_bits)
+
+
+def _own_moments_bytes(trained: int, config: RunConfig) -> int:
+    """Of a peer's own optimizer in a local run."""
+    return _moments_bytes(trained, config, in_8_bits=config.optimizer == "adamw8bit") if config.mode == "local" else 0
+
+
+def _moments_bytes(trained: int, config: RunConfig, *, in_8_bits: bool) -> int:
+    return 2 * (trained + 4 * num_blocks(trained) if in_8_bits else trained * MASTER_DTYPES[config.precision].itemsize)
 
 
 def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config: RunConfig, limit: str) -> int:
@@ -102,6 +125,21 @@ def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config:
             "model into more stages (--stages), or train less of it (--lora, --frozen)"
         )
     return room
+
+
+def require_main_memory(module: torch.nn.Module, config: RunConfig, free_bytes: int) -> None:
+    """That there is room for offloaded moments, those of a step's end beside those of its start.
+
+    Raises:
+        ConfigError: there is not; with the numbers.
+    """
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    needed = 2 * (moments_bytes(trained, config) + _own_moments_bytes(trained, config))
+    if needed > free_bytes:
+        raise ConfigError(
+            f"--offload-optimizer: AdamW's moments, twice while a step is applied, need {_text(needed)} of main memory, and "
+            f"{_text(free_bytes)} are free; use --optimizer adamw8bit, or more stages (--stages)"
+        )
 
 
 def _text(num_bytes: int) -> str:

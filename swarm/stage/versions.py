@@ -11,7 +11,7 @@ import torch
 
 from swarm.base.ids import Head
 from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import OptimizerState
 from swarm.wire.messages import CommitRecord
 
 
@@ -54,9 +54,8 @@ class StageState:
 
 def state_bytes(state: StageState) -> int:
     """What a newcomer downloads."""
-    tensors = [state.version.masters, state.optimizer.first, state.optimizer.second]
-    tensors += [state.previous.masters] if state.previous is not None else []
-    return sum(tensor.nbytes for tensor in tensors)
+    masters = [state.version.masters] + ([state.previous.masters] if state.previous is not None else [])
+    return sum(tensor.nbytes for tensor in masters) + state.optimizer.num_bytes
 
 
 class VersionStore:

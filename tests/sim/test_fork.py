@@ -18,6 +18,7 @@ from swarm.base.ids import Ticket
 from swarm.base.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
 from swarm.policy.schedule import learning_rate
+from swarm.stage.checkpoint import find_complete
 
 OLD = {"precision": "fp64", "total_steps": 8, "checkpoint_every": 2, "checkpoint_copies": 1, "lr_schedule": "constant"}
 
@@ -146,3 +147,28 @@ def test_a_fork_says_when_it_sees_samples_again(old_run, tmp_path, capsys):
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert first["step"] == 2
     assert first["message"].endswith("it sees the last 16 samples again")
+
+
+def test_a_fork_keeps_moments_in_8_bits_or_changes_how_they_are_kept(tmp_path):
+    old = llama_config(**OLD | {"precision": "fp32", "optimizer": "adamw8bit"})
+
+    async def main():
+        simulation = of(old, tmp_path / "old")
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await committed(simulation, 5)
+        await simulation.abandon()
+
+    run_virtual(main())
+    losses = {}
+    for name, changes in (("alike", ["--stages", "2"]), ("exact", ["--stages", "2", "--optimizer", "adamw"])):
+        assert recut(["--checkpoints", str(tmp_path / "old"), "--out", str(tmp_path / name), *changes]) == 0
+        if name == "alike":
+            before, after = (
+                {key: value for part in find_complete([tmp_path / run], step=4) for key, value in part.moments().items()}
+                for run in ("old", "alike")
+            )
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) for key in before), "codes are carried over as they are"
+        _, losses[name] = go_on(tmp_path / name, peers_per_stage=1)
+    alike, exact = ([losses[name][step] for step in range(5, 9)] for name in ("alike", "exact"))
+    assert exact == pytest.approx(alike, rel=1e-2)

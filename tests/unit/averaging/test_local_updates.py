@@ -14,7 +14,7 @@ from swarm.lifecycle.record import genesis_record
 from swarm.lifecycle.step import Entry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import Term
 
@@ -35,7 +35,12 @@ def outer_of(config: RunConfig, masters: torch.Tensor) -> Version:
 
 
 def own_of(config: RunConfig) -> OwnCopy:
-    return OwnCopy(config, LAYOUT, torch.float32, compressor_of(config, LAYOUT))
+    moments = Moments(LAYOUT, dtype=torch.float32, device="cpu")
+    return OwnCopy(config, moments, torch.float32, compressor_of(config, LAYOUT))
+
+
+def at_rest(num_elements: int) -> OptimizerState:
+    return OptimizerState({"first": torch.zeros(num_elements), "second": torch.zeros(num_elements)}, 0)
 
 
 def accumulator_of(own: OwnCopy, step: int = 0) -> LocalAccumulator:
@@ -50,7 +55,7 @@ def add(accumulator: LocalAccumulator, index: int, gradient: torch.Tensor, token
 def test_the_oracle_of_the_outer_step() -> None:
     """theta = 1, delta = .3 -> .601, then delta = .1 -> .2979."""
     config = config_of()
-    masters, state = torch.ones(1), OptimizerState.zero(torch.ones(1))
+    masters, state = torch.ones(1), at_rest(1)
     masters, state = nesterov(config, masters, torch.tensor([0.9]), state, step=0, factor=1 / 3)
     assert float(masters) == pytest.approx(0.601)
     masters, state = nesterov(config, masters, torch.tensor([0.1]), state, step=1, factor=1.0)
@@ -62,7 +67,7 @@ def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum() -> None:
     theta = torch.randn(9)
     plain = torch.nn.Parameter(theta.clone())
     sgd = torch.optim.SGD([plain], lr=0.3, momentum=0.8, nesterov=True)
-    state = OptimizerState.zero(theta)
+    state = at_rest(9)
     for step in range(5):
         difference = torch.randn(9)
         plain.grad = difference.clone()
@@ -75,21 +80,21 @@ def test_with_rate_one_and_no_momentum_it_is_plain_averaging() -> None:
     config = config_of(outer_learning_rate=1.0, outer_momentum=0.0)
     outer, copies = torch.randn(8), [torch.randn(8) for _ in range(3)]
     total = sum(outer - x for x in copies)
-    averaged, _ = nesterov(config, outer, total, OptimizerState.zero(outer), step=0, factor=1 / 3)
+    averaged, _ = nesterov(config, outer, total, at_rest(8), step=0, factor=1 / 3)
     assert torch.allclose(averaged, sum(copies) / 3, atol=1e-6)
 
 
 def test_only_the_fragment_whose_turn_it_is_moves() -> None:
     config = config_of(fragments=3)
     outer = torch.zeros(8)
-    moved, state = nesterov(config, outer, torch.ones(8), OptimizerState.zero(outer), step=1, factor=1.0)
-    assert moved.nonzero().flatten().tolist() == state.first.nonzero().flatten().tolist() == [1, 4, 7]
+    moved, state = nesterov(config, outer, torch.ones(8), at_rest(8), step=1, factor=1.0)
+    assert moved.nonzero().flatten().tolist() == state.tensors["first"].nonzero().flatten().tolist() == [1, 4, 7]
 
 
 def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers with unequal shares of the batch; H = 1, outer rate 1, no momentum."""
 
-    def sgd(config, masters, gradient, state, *, learning_rate, factor):  # type: ignore[no-untyped-def]
+    def sgd(config, moments, masters, gradient, state, *, learning_rate, factor):  # type: ignore[no-untyped-def]
         return masters - learning_rate * factor * gradient, state
 
     monkeypatch.setattr(local_updates, "adamw", sgd)
@@ -105,7 +110,7 @@ def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.
     for accumulator in accumulators:
         accumulator.freeze(Term(n=1))
         total += accumulator.contribution()
-    averaged, _ = nesterov(config, theta, total, OptimizerState.zero(theta), step=0, factor=1 / 16)
+    averaged, _ = nesterov(config, theta, total, at_rest(8), step=0, factor=1 / 16)
     assert torch.allclose(averaged, theta - learning_rate(config, 0) * gradients.sum(0) / 16, atol=1e-6)
 
 

@@ -13,7 +13,8 @@ from swarm.base.errors import ConfigError
 OTHER_VALUES: dict[str, object] = {
     "name": "other", "model": "gpt2-tiny", "model_options": {"hidden_size": 8}, "weights": {"a": "b"},
     "weights_source": "a/b@c", "frozen": ["a.*"], "lora": {"r": 4}, "num_stages": 4, "sequence_length": 65,
-    "micro_batch_size": 4, "target_batch_size": 128, "total_steps": 61, "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.9,
+    "micro_batch_size": 4, "target_batch_size": 128, "total_steps": 61, "optimizer": "adamw8bit",
+    "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.9,
     "epsilon": 1e-7, "weight_decay": 0.1, "max_grad_norm": 2.0, "lr_schedule": "linear", "warmup_steps": 6,
     "min_lr_ratio": 0.2, "precision": "bf16", "compression": "none", "average_compression": "int8", "seed": 1,
     "delay_steps": 1, "dataset": "other",
@@ -47,6 +48,8 @@ def message_of(data: dict[str, object]) -> str:
         ({"compression": "4bit"}, "compression"),
         ({"average_compression": "4bit"}, "average_compression"),
         ({"average_compression": "8bit", "precision": "fp64"}, "average_compression '8bit' excludes precision 'fp64'"),
+        ({"optimizer": "sgd"}, "optimizer: Input should be 'adamw' or 'adamw8bit'"),
+        ({"optimizer": "adamw8bit", "precision": "fp64"}, "optimizer 'adamw8bit' excludes precision 'fp64'"),
         ({"lr_schedule": "step"}, "lr_schedule"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),

@@ -122,6 +122,8 @@ def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused(capsys: pytes
         (["--set", "nothing"], "FIELD.KEY=VALUE"),
         (["--model-options", "{"], "--model-options"),
         (["--device", "gpu"], "--device"),
+        (["--optimizer", "sgd"], "optimizer"),
+        (["--device", "cpu", "--offload-optimizer"], "--offload-optimizer"),
         (["--memory-limit", "4XB"], "4XB"),
         (["--port", "70000"], "70000"),
         (["--min-peers-per-stage", "9"], "min_peers_per_stage"),

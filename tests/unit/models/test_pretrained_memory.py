@@ -19,7 +19,7 @@ from models.registry import factory_of
 from models.shards import Directory
 from swarm.base.config import parse_config_bytes
 from swarm.stage.compute import StageCompute
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import Moments
 
 def rss_anon():
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
@@ -37,7 +37,7 @@ thread = threading.Thread(target=watch)
 thread.start()
 compute = StageCompute(factory_of(config, source=directory), 1, precision="fp32", seed=0)
 masters = compute.initial_masters()
-moments = OptimizerState.zero(masters)
+moments = Moments(compute.layout, dtype=masters.dtype, device="cpu").zero()
 ended.set()
 thread.join()
 print(compute.layout.num_elements * 4, max(peak[0], rss_anon()) - idle)

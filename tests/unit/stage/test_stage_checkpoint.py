@@ -18,7 +18,7 @@ from swarm.stage import checkpoint as module
 from swarm.stage.checkpoint import StageCheckpoint, find_complete, mark_best, scan, use_complete, write_checkpoint
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.versions import StageState, Version, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -36,6 +36,10 @@ def record_of(num_commits: int, lineage: str) -> CommitRecord:
     )  # fmt: skip
 
 
+def moments_of(layout: Layout = LAYOUT, *, in_8_bits: bool = False) -> Moments:
+    return Moments(layout, dtype=torch.float32, device="cpu", in_8_bits=in_8_bits)
+
+
 def version_of(num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT) -> Version:
     masters = torch.arange(layout.num_elements, dtype=torch.float32) + 100 * num_commits + value
     return make_version(record_of(num_commits, lineage), layout, masters, torch.float32)
@@ -46,9 +50,9 @@ def write(
     layout: Layout = LAYOUT, previous: Version | None = None,
 ) -> Path:  # fmt: skip
     version = version_of(num_commits, value=value, lineage=lineage, layout=layout)
-    optimizer = OptimizerState(version.masters * 0.5, version.masters * 0.25, num_commits)
+    optimizer = OptimizerState({"first": version.masters * 0.5, "second": version.masters * 0.25}, num_commits)
     state = StageState(version, optimizer, previous)
-    return write_checkpoint(root, stage, state, layout, config, config_bytes=b'{"verbatim":  1}')
+    return write_checkpoint(root, stage, state, moments_of(layout), config, config_bytes=b'{"verbatim":  1}')
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -85,13 +89,13 @@ def test_the_whole_state_is_restored_as_it_was(tmp_path: Path, with_previous: bo
     write(tmp_path, 0, 20, value=0.5, previous=previous)
     (found,) = scan([tmp_path])
     record = found.record.model_copy(update={"era": 4})
-    state = found.state(LAYOUT, record=record, dtype=torch.bfloat16, device="cpu")
+    state = found.state(moments_of(), record=record, dtype=torch.bfloat16, device="cpu")
     written = version_of(20, value=0.5)
     assert state.version.record == record
     assert torch.equal(state.version.masters, written.masters)
     assert state.version.parameters["bias"].dtype == torch.bfloat16
-    assert torch.equal(state.optimizer.first, written.masters * 0.5)
-    assert torch.equal(state.optimizer.second, written.masters * 0.25)
+    assert torch.equal(state.optimizer.tensors["first"], written.masters * 0.5)
+    assert torch.equal(state.optimizer.tensors["second"], written.masters * 0.25)
     assert state.optimizer.num_updates == 20
     if previous is None:
         assert state.previous is None
@@ -101,13 +105,33 @@ def test_the_whole_state_is_restored_as_it_was(tmp_path: Path, with_previous: bo
         assert torch.equal(state.previous.masters, previous.masters)
 
 
+def test_a_state_in_8_bits_is_restored_to_the_bit(tmp_path: Path) -> None:
+    layout = Layout.of(torch.nn.Linear(100, 7))
+    moments, version = moments_of(layout, in_8_bits=True), version_of(20, layout=layout)
+    first, second = torch.randn(layout.num_elements), torch.rand(layout.num_elements) ** 4
+    written = moments.of_numbers(first, second, 20)
+    write_checkpoint(tmp_path, 0, StageState(version, written), moments, CONFIG, config_bytes=b"{}")
+    (found,) = scan([tmp_path])
+    state = found.state(moments, record=found.record, dtype=torch.float32, device="cpu")
+    assert list(state.optimizer.tensors) == ["first", "first_scales", "second", "second_scales"]
+    for name, tensor in written.tensors.items():
+        assert torch.equal(state.optimizer.tensors[name], tensor), name
+    numbers = numbers_of(found.moments())
+    assert set(numbers) == {"first/weight", "first/bias", "second/weight", "second/bias"}
+    named = layout.named(first)
+    assert float((numbers["first/weight"] - named["weight"]).norm() / named["weight"].norm()) < 0.02
+    with pytest.raises(StorageError, match="does not fit"):
+        found.state(moments_of(Layout.of(torch.nn.Linear(99, 7)), in_8_bits=True), record=found.record, dtype=torch.float32,
+                    device="cpu")
+
+
 @pytest.mark.parametrize("other", [torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 4), torch.nn.Conv1d(3, 2, 1)])
 def test_a_checkpoint_of_another_model_is_a_storage_error(tmp_path: Path, other: torch.nn.Module) -> None:
     """Written by `other`, read by Linear(3, 2)."""
     write(tmp_path, 0, 20, layout=Layout.of(other))
     (found,) = scan([tmp_path])
     with pytest.raises(StorageError, match="does not fit"):
-        found.state(LAYOUT, record=found.record, dtype=torch.float32, device="cpu")
+        found.state(moments_of(), record=found.record, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["parameters", "optimizer", "previous"])
@@ -116,7 +140,7 @@ def test_a_truncated_file_of_the_state_is_named(tmp_path: Path, name: str) -> No
     path.write_bytes(path.read_bytes()[:-4])
     (found,) = scan([tmp_path])
     with pytest.raises(StorageError) as raised:
-        found.state(LAYOUT, record=found.record, dtype=torch.float32, device="cpu")
+        found.state(moments_of(), record=found.record, dtype=torch.float32, device="cpu")
     assert str(path) in str(raised.value)
 
 

@@ -9,7 +9,6 @@ from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.stage.compute import Activation, Gradients, StageCompute
 from swarm.stage.executor import Executor
 from swarm.stage.module import StageFactory, Tensors
-from swarm.stage.optimizer import OptimizerState
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -411,4 +410,3 @@ def test_the_initial_values_are_those_of_the_factory() -> None:
     module = Factory().build(1)
     flat = torch.cat([p.detach().reshape(-1) for p in module.parameters() if p.requires_grad])
     assert torch.equal(compute.initial_masters(), flat)
-    assert OptimizerState.zero(flat).first.shape == flat.shape

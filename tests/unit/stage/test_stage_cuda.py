@@ -17,7 +17,8 @@ from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.kernels import Summand, add_together, all_within
 from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState, adamw
+from swarm.stage.moments import Moments, OptimizerState
+from swarm.stage.optimizer import adamw, moments_for
 from swarm.wire.compression import NonFinite, decode_tensor
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Term, Train
@@ -126,23 +127,31 @@ def test_one_bad_element_anywhere_is_seen(device: str, bad: float) -> None:
         assert not bool(all_within([gradient, None], 2.0**60, device))
 
 
+def layout_of(*sizes: int) -> Layout:
+    return Layout.of(torch.nn.ParameterList([torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]))
+
+
 @NEEDS_CUDA
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_replicas_identical_a_gpu_ends_on_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
-    config = RunConfig(weight_decay=0.1)
-    generator = torch.Generator().manual_seed(3)
-    start = torch.randn(100_003, generator=generator, dtype=dtype)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [(torch.float32, "adamw"), (torch.float64, "adamw"), (torch.float32, "adamw8bit")]
+)
+def test_replicas_identical_a_gpu_ends_on_the_bits_of_a_cpu(dtype: torch.dtype, optimizer: str, offload: bool) -> None:
+    config = RunConfig.model_validate({"weight_decay": 0.1, "optimizer": optimizer})
+    layout = layout_of(70_000, 30_003, 5)
+    start = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(3), dtype=dtype)
     ends = []
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(4)
-        masters = start.to(device)
-        state = OptimizerState.zero(masters)
+        moments = moments_for(config, layout, dtype=dtype, device=device, offload=offload)
+        masters, state = start.to(device), moments.zero()
         for step in range(20):
             gradient = torch.randn(start.shape, generator=generator, dtype=dtype) * 10.0 ** (step % 7 - 5)
             masters, state = adamw(
-                config, masters, gradient.to(device), state, learning_rate=1e-3 * (1 + step % 3), factor=0.37
+                config, moments, masters, gradient.to(device), state, learning_rate=1e-3 * (1 + step % 3), factor=0.37
             )
-        ends.append([t.cpu() for t in (masters, state.first, state.second)])
+        assert all(tensor.device.type == ("cpu" if offload else device) for tensor in state.tensors.values())
+        ends.append([masters.cpu(), *(tensor.cpu() for tensor in state.tensors.values())])
     for here, there in zip(*ends, strict=True):
         assert torch.equal(here, there)
 
@@ -247,9 +256,11 @@ def test_a_root_is_correctly_rounded() -> None:
     """Otherwise peers with unlike processors end on unlike bits."""
     for dtype in (torch.float32, torch.float64):
         squares = torch.arange(1, 50_000, dtype=dtype) / 7
-        state = OptimizerState(torch.zeros_like(squares), squares, 0)
+        state = OptimizerState({"first": torch.zeros_like(squares), "second": squares}, 0)
+        moments = Moments(layout_of(len(squares)), dtype=dtype, device="cpu")
         config = RunConfig(beta1=0.5, beta2=0.75, weight_decay=0.0, epsilon=1.0)
         gradient = torch.ones_like(squares)
-        masters, after = adamw(config, torch.zeros_like(squares), gradient, state, learning_rate=1.0)
-        expected = -(after.first.numpy() * 2.0) / (np.sqrt(after.second.numpy()) * 2.0 + 1.0)
+        masters, after = adamw(config, moments, torch.zeros_like(squares), gradient, state, learning_rate=1.0)
+        first, second = (after.tensors[name].numpy() for name in ("first", "second"))
+        expected = -(first * 2.0) / (np.sqrt(second) * 2.0 + 1.0)
         assert np.array_equal(masters.numpy(), expected)

@@ -7,7 +7,7 @@ import torch
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.stage.memory import LEAST_IN_FLIGHT_BYTES, memory_of, room_in_flight
+from swarm.stage.memory import LEAST_IN_FLIGHT_BYTES, memory_of, require_main_memory, room_in_flight
 
 
 def module(trained: int, frozen: int = 0) -> torch.nn.Module:
@@ -27,6 +27,26 @@ def test_bytes_for_each_trained_parameter(precision: str, delay_steps: int, per_
     assert needed.num_bytes == per_parameter * 10**6
     written = memory_of(module(10**6), config, writes_checkpoints=True, on_cpu=True)
     assert written.num_bytes == (per_parameter + (16 if precision == "fp64" else 8)) * 10**6
+
+
+@pytest.mark.parametrize(("offload", "moments"), [(False, 2), (True, 0)])
+def test_moments_in_8_bits_take_a_quarter_and_offloaded_ones_nothing(offload: bool, moments: int) -> None:
+    config = RunConfig(optimizer="adamw8bit")
+    needed = memory_of(module(256 * 4000), config, writes_checkpoints=True, on_cpu=not offload, offload=offload)
+    sizes = dict(needed.parts)
+    assert sizes["AdamW's moments"] == moments * (256 + 4) * 4000
+    assert sizes["both once more while a step is applied"] == (4 * 256 + moments * (256 + 4)) * 4000
+    assert sizes["writing a checkpoint"] == (0 if offload else 4 * 256 * 4000)
+
+
+def test_offloaded_moments_that_main_memory_does_not_hold_are_refused_with_the_numbers() -> None:
+    require_main_memory(module(10**6), RunConfig(), 16 * 10**6)
+    with pytest.raises(ConfigError) as caught:
+        require_main_memory(module(10**6, 10**9), RunConfig(), 15 * 10**6)
+    assert str(caught.value) == (
+        "--offload-optimizer: AdamW's moments, twice while a step is applied, need 16.0 MB of main memory, and 15.0 MB are "
+        "free; use --optimizer adamw8bit, or more stages (--stages)"
+    )
 
 
 def test_frozen_parameters_take_the_computing_copy_alone() -> None:

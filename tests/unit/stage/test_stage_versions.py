@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage.layout import Layout
-from swarm.stage.optimizer import OptimizerState
+from swarm.stage.moments import OptimizerState
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import StageState, Version, VersionStore, make_version
 from swarm.wire.messages import CommitRecord
@@ -25,7 +25,7 @@ def version(step: int, dtype: torch.dtype = torch.float32) -> Version:
 
 
 def state(step: int) -> OptimizerState:
-    return OptimizerState(torch.full((8,), float(step)), torch.zeros(8), step)
+    return OptimizerState({"first": torch.full((8,), float(step)), "second": torch.zeros(8)}, step)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "integration")]
 
+from big_stage import DATA, MODEL  # noqa: E402
 from real_swarm import RealSwarm  # noqa: E402
 from report import machine, publish  # noqa: E402
 
@@ -40,7 +41,7 @@ MIB = 2**20
 
 def configuration(num_elements: int) -> RunConfig:
     return RunConfig(
-        name="join", model="benchmarks.big_stage:factory", model_options={"num_elements": num_elements}, num_stages=1,
+        name="join", model=MODEL, model_options={"num_elements": num_elements}, num_stages=1,
         micro_batch_size=1, target_batch_size=12, total_steps=10**6, lr_schedule="constant", precision="fp32",
         compression="none", eval_samples=0, checkpoint_every=0,
     )  # fmt: skip
@@ -136,7 +137,7 @@ async def join(seen: Observed, name: str, state_bytes: int, kill: str | None) ->
 async def measure(directory: Path, num_elements: int) -> dict[str, Any]:
     config = configuration(num_elements)
     state_bytes = 3 * 4 * num_elements
-    async with RealSwarm(directory, config, data="benchmarks.big_stage:dataset") as swarm:
+    async with RealSwarm(directory, config, data=DATA) as swarm:
         await swarm.begin(peers_per_stage=3)
         await swarm.step(4, within_s=TIMEOUT_S)
         seen = Observed(swarm)

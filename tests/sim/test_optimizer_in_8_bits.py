@@ -69,7 +69,7 @@ def test_a_restart_goes_on_to_the_bit(tmp_path):
 
 def test_in_a_local_run_the_inner_moments_are_in_8_bits_and_what_is_shared_stays_alike():
     config = small_config(
-        total_steps=6, precision="fp32", optimizer="adamw8bit", mode="local", inner_batch_size=8, warmup_steps=0
+        total_steps=6, precision="fp32", optimizer="adamw8bit", mode="local", inner_batch_size=8, learning_rate=0.01
     )
 
     async def main():

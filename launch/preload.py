@@ -68,10 +68,12 @@ def everything(config_json: str) -> int:
     import torch
 
     torch.set_num_threads(1)
-    _import_model(parse_config_bytes(config_json.encode()))
-    num_devices = torch.cuda.device_count()
+    config, num_devices = parse_config_bytes(config_json.encode()), torch.cuda.device_count()
+    # The import of bitsandbytes, a second long, asks a CUDA device for its capability, which would initialise it; peft,
+    # which the model of a run with adapters needs, imports it too.
+    if num_devices == 0 or config.lora is None:
+        _import_model(config)
     if num_devices == 0:
-        # The import of bitsandbytes, a second long, asks a CUDA device for its capability, which would initialise it.
         from swarm.wire.compression import encode_tensor
 
         encode_tensor("first", torch.zeros(1), "8bit", "input")

@@ -142,6 +142,8 @@ class MicroBatchServer:
                 if message.mode == "train" and version.num_commits != base:
                     raise Refuse("bad_request", f"step {message.ticket.step} does not build on this head")
                 return version
+            if member.is_copying:
+                raise Refuse("busy", "this peer copies the average of the last step")
             if message.ticket.step < member.num_commits:
                 raise Refuse("ahead", f"{member.num_commits} steps have committed", record=member.record)
             try:

@@ -122,6 +122,8 @@ class StageMember:
         self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None if compute.has_values else []
         #: Holds no state yet and downloads none: it may still restore one.
         self.is_bare = not compute.has_values
+        #: The average of the newest record was made without this peer, and is on its way: that takes as long as it is large.
+        self.is_copying = False
         self.promised: Ballot = ZERO_BALLOT
         self.coordinator: m.Member | None = None
         self.committed = asyncio.Condition()
@@ -404,15 +406,19 @@ class StageMember:
         if state is not None and held is not None:
             state.accumulator.ledger.move("commit")
             return held
-        for holder in result.holders:
-            if holder.key == self.me.key:
-                continue
-            try:
-                flat = await self.copy_average(holder, record.step, result.average_digest)
-            except SwarmError as error:
-                logger.info("average of step %d not copied from %s: %s", record.step, holder.peer[:8], error)
-                continue
-            return Average(result.attempt, (), flat, result.average_digest, result.sum_squares, result.tied)
+        self.is_copying = True
+        try:
+            for holder in result.holders:
+                if holder.key == self.me.key:
+                    continue
+                try:
+                    flat = await self.copy_average(holder, record.step, result.average_digest)
+                except SwarmError as error:
+                    logger.info("average of step %d not copied from %s: %s", record.step, holder.peer[:8], error)
+                    continue
+                return Average(result.attempt, (), flat, result.average_digest, result.sum_squares, result.tied)
+        finally:
+            self.is_copying = False
         logger.warning("no holder gave the average of step %d", record.step)
         return None
 

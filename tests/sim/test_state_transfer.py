@@ -72,6 +72,38 @@ def test_a_newcomer_downloads_from_three_donors_at_once(served, kill_a_donor):
     run_virtual(main())
 
 
+def test_no_ticket_waits_for_a_newcomer_that_copies_an_average():
+    """It is ready at the record before; the average of the next one it has to copy, which takes as long as that is large."""
+    config = small_config(total_steps=14)
+
+    async def main():
+        simulation = Simulation(config, seed=23, forward_s=0.2)
+        await simulation.start(peers_per_stage=3, trainers=1)
+        await after_steps(simulation, 3)
+        node = await simulation.add_stage_peer("stage1.3", 1)
+        plain, copies = node.peer.member.copy_average, []
+
+        async def slow(holder, step, digest):
+            copies.append(step)
+            await asyncio.sleep(0.8)
+            return await plain(holder, step, digest)
+
+        node.peer.member.copy_average = slow
+        loop, times = asyncio.get_running_loop(), []
+        node.peer.member.on_commit.append(lambda record: times.append(loop.time()))
+        await simulation.finish()
+        check(simulation)
+        served = node.peer.micro_batches.phases["accumulated"]
+        await simulation.close()
+        return copies, served, next(n.reports for n in simulation.nodes.values() if n.reports)
+
+    copies, served, reports = run_virtual(main())
+    assert copies, "it copied nothing: this test shows nothing"
+    assert served, "it never served"
+    seconds = [report.seconds for report in reports]
+    assert max(seconds[4:]) < statistics.median(seconds) + 0.3, seconds
+
+
 @pytest.fixture
 def donors(monkeypatch):
     """Every donor, and the most pins and readers that one had."""

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.butterfly import Butterfly, Code, Part, Payload, RoundFailed, RunJob, Sum, at_once
+from swarm.averaging.butterfly import Butterfly, Sum
 from swarm.averaging.compressors.interface import Compressed, Compression
 from swarm.averaging.grid import groups_of, num_levels
+from swarm.averaging.reduction import Code, Part, Payload, RoundFailed, RunJob, at_once
 from swarm.averaging.tied import Tied
 from swarm.policy.shares import hagenbach_bischoff
 from swarm.stage.digest import digest_and_squares
@@ -52,7 +53,8 @@ class Round:
 
     def __init__(
         self, term: Term, seals: Sequence[Seal], me: tuple[str, str], compression: Compression, *, dtype: torch.dtype,
-        shares: Sequence[int] = (), max_group: int = 2**30, chunk_elements: int | None = None, run_job: RunJob = at_once,
+        shares: Sequence[int] = (), auxiliaries: Sequence[Member] = (), max_group: int = 2**30,
+        chunk_elements: int | None = None, run_job: RunJob = at_once,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -61,19 +63,22 @@ class Round:
             me: key of this member.
             compression: of this member's contribution, not begun.
             dtype: of the sums.
-            shares: elements of the average that each member reduces; the exchanges are shared alike. Equal parts if empty.
+            shares: elements of the average that each member, and then each auxiliary, reduces; the exchanges are shared
+                alike. Equal parts if empty.
+            auxiliaries: peers that only reduce. All are in one group with the members.
             max_group: more members than that sum in groups, level by level; see `grid.py`.
-            chunk_elements: see `Butterfly`.
+            chunk_elements: see `Reduction`.
             run_job: runs what takes time.
 
         Raises:
-            ValueError: if `shares` are not one for each member.
+            ValueError: if `shares` are not one for each.
         """
-        if shares and len(shares) != len(seals):
-            raise ValueError(f"{len(shares)} shares for {len(seals)} members")
+        if shares and len(shares) != len(seals) + len(auxiliaries):
+            raise ValueError(f"{len(shares)} shares for {len(seals)} members and {len(auxiliaries)} auxiliaries")
         self.term = term
         self.seals = tuple(seals)
-        self.members = [seal.member for seal in seals]
+        self.members = [*(seal.member for seal in seals), *auxiliaries]
+        self._num_auxiliaries = len(auxiliaries)
         self.me = next(i for i, member in enumerate(self.members) if member.key == me)
         self._compression = compression
         self._dtype = dtype
@@ -161,9 +166,10 @@ class Round:
     async def _sum(self, part: Part, exchange: Exchange) -> Sum:
         """The sum over everyone: in one group, or level by level if they are too many for one.
 
-        What a sparse code leaves out, and who is far from whom, is known for one group only: it holds everyone then.
+        What a sparse code leaves out, and who is far from whom, is known for one group only, and auxiliaries help in one
+        only: it holds everyone then.
         """
-        needs_all = part.code.codec == "sparse4" or part.robust is not None
+        needs_all = part.code.codec == "sparse4" or part.robust is not None or self._num_auxiliaries > 0
         max_group = max(2, len(self.members)) if needs_all else self._max_group
         first, count = self._num_phases, num_levels(len(self.members), max_group)
         self._num_phases += count
@@ -181,7 +187,8 @@ class Round:
             weights = [1.0] * len(group)
         butterfly = Butterfly(
             [self.members[i] for i in group], group.index(self.me), part, dtype=self._dtype,
-            shares=hagenbach_bischoff(part.num_elements, weights), chunk_elements=self._chunk_elements, run_job=self._run_job,
+            shares=hagenbach_bischoff(part.num_elements, weights), num_auxiliaries=self._num_auxiliaries,
+            chunk_elements=self._chunk_elements, run_job=self._run_job,
         )  # fmt: skip
         self._exchanges[phase] = butterfly
         if self._failure is not None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from swarm.averaging.all_reduce import Round
-from swarm.averaging.butterfly import Payload, RoundFailed
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
+from swarm.averaging.reduction import Payload, RoundFailed
 from swarm.base.errors import RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.averaging.all_reduce import Average, Round
-from swarm.averaging.butterfly import RoundFailed
 from swarm.averaging.compressors.choice import compressor_of
 from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
+from swarm.averaging.reduction import RoundFailed
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ballot, Ticket
 from swarm.lifecycle.coverage import stage_result

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm.averaging.all_reduce import Round
-from swarm.averaging.butterfly import RoundFailed
+from swarm.averaging.reduction import RoundFailed
 from swarm.averaging.tied import Tied, TiedRange, TiedRanges
 from swarm.base.errors import ConfigError, LinkError, RemoteError
 from swarm.net.transport import Progress

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from swarm.averaging.butterfly import Code
 from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.compressors.powersgd import PowerSgd
+from swarm.averaging.reduction import Code
 from swarm.base.config import RunConfig
 from swarm.stage.layout import Layout
 from swarm.wire.compression import AVERAGE_CODECS

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.averaging.butterfly import Code, Part
 from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
+from swarm.averaging.reduction import Code, Part
 
 
 @dataclass(frozen=True)

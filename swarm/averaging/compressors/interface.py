@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from swarm.averaging.butterfly import Part, Sum
+from swarm.averaging.butterfly import Sum
+from swarm.averaging.reduction import Part
 
 
 @dataclass(frozen=True)

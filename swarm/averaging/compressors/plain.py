@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarm.averaging.butterfly import Code, Part, Robust
 from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
+from swarm.averaging.reduction import Code, Part, Robust
 
 
 class Plain:

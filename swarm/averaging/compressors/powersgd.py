@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swarm.averaging.butterfly import Part
 from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
+from swarm.averaging.reduction import Part
 from swarm.stage.layout import Layout
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from test_averaging_round import TERM, exchange_of, seals
 
 from swarm.averaging.all_reduce import Average, Round
-from swarm.averaging.butterfly import Code
 from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor, Contribution
 from swarm.averaging.compressors.powersgd import PowerSgd, _Matrix
+from swarm.averaging.reduction import Code
 from swarm.base.virtual_time import run_virtual
 from swarm.stage.layout import Layout
 

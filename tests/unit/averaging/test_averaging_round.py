@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.averaging.all_reduce import Average, Exchange, Round
-from swarm.averaging.butterfly import WINDOW, Butterfly, Code, Part, Payload, RoundFailed
+from swarm.averaging.butterfly import Butterfly
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
+from swarm.averaging.reduction import WINDOW, Code, Part, Payload, RoundFailed
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
 from swarm.lifecycle.step import Entry

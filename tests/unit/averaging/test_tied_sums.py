@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.averaging.all_reduce import Round
-from swarm.averaging.butterfly import Payload
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
+from swarm.averaging.reduction import Payload
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT

@@ -1,0 +1,317 @@
+"""One slice of a butterfly all-reduce: the parts of all members come in chunk by chunk, and their sums go back.
+
+Sums are taken in the order of the members, so they do not depend on who comes first. With a lossy code a sum is encoded
+once, and its reducer keeps what the others decode. A member does this for its own slice, besides sending its parts of the
+others' (`butterfly.py`); an auxiliary, which has nothing to average and needs no result, does this alone. Owns the chunks
+under way; must not know how they travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swarm.averaging.robust import centered_clip
+from swarm.base.errors import SwarmError
+from swarm.policy.shares import bounds, hagenbach_bischoff
+from swarm.stage.accumulator import is_finite
+from swarm.wire.compression import decode_tensor, encode_sparse, encode_tensor
+from swarm.wire.framing import Buffer
+from swarm.wire.messages import Codec, Member, TensorSpec
+
+#: The largest slice travels in at least so many chunks, unless they would be small: the more, the more of the way out
+#: and the way back overlap.
+MIN_CHUNKS = 16
+MIN_CHUNK_ELEMENTS = 2**14
+MAX_CHUNK_ELEMENTS = 2**19
+#: Chunks under way at once for each pair of members.
+WINDOW = 4
+
+Payload = tuple[TensorSpec, Buffer]
+#: Runs a job off the event loop.
+RunJob = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+async def at_once(job: Callable[[], Any]) -> Any:
+    return job()
+
+
+class RoundFailed(SwarmError):
+    """This member could not complete the round; `suspects` are those it could not exchange slices with."""
+
+    def __init__(self, reason: str, suspects: Sequence[Member] = ()) -> None:
+        super().__init__(reason)
+        self.suspects = tuple(suspects)
+
+
+@dataclass(frozen=True)
+class Code:
+    """How chunks travel: a codec, and for the sparse one the part of the elements that it keeps."""
+
+    codec: Codec = "raw"
+    kept: float = 1.0
+
+    @property
+    def is_lossy(self) -> bool:
+        return self.codec != "raw"
+
+    def _num_kept(self, num_elements: int) -> int | None:
+        return math.ceil(self.kept * num_elements) if self.codec == "sparse4" else None
+
+    def encode(self, chunk: torch.Tensor) -> Payload:
+        num_kept = self._num_kept(chunk.numel())
+        if num_kept is not None:
+            return encode_sparse("slice", chunk, num_kept, "state")
+        return encode_tensor("slice", chunk, self.codec, "state")
+
+    def spec(self, num_elements: int, dtype: torch.dtype) -> TensorSpec:
+        """How a chunk of so many elements is described."""
+        return TensorSpec(
+            name="slice", dtype=str(dtype).removeprefix("torch."), shape=(num_elements,), codec=self.codec, role="state",
+            num_kept=self._num_kept(num_elements),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Robust:
+    """CenteredClip of means with weights: tokens of each member, and the radius for a vector of the part's length."""
+
+    tokens: tuple[int, ...]
+    radius: float
+
+    def sum(self, parts: Sequence[tuple[int, torch.Tensor]], num_elements: int) -> torch.Tensor:
+        """In place of the sum of `parts`, chunks of the members of these indexes; each chunk has its part of the radius."""
+        counted = [(self.tokens[i], part) for i, part in parts if self.tokens[i]]
+        if not counted:
+            return torch.zeros_like(parts[0][1])
+        points = torch.stack([part.double() / tokens for tokens, part in counted])
+        weights = [float(tokens) for tokens, _ in counted]
+        radius = self.radius * math.sqrt(points.shape[1] / num_elements)
+        return centered_clip(points, weights, radius) * sum(weights)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A vector that a group sums, as one member of it sees it."""
+
+    num_elements: int
+    #: This member's [num_elements]; None: it adds nothing.
+    values: torch.Tensor | None
+    code: Code = Code()
+    #: [num_elements]; added to the sums that this member makes.
+    carry: torch.Tensor | None = None
+    #: If not None: the sum is that of a robust mean, in which no member counts beyond this distance.
+    robust: Robust | None = None
+
+
+def chunk_elements_of(largest_share: int) -> int:
+    """Elements of a chunk where the largest slice has so many."""
+    return min(max(-(-largest_share // MIN_CHUNKS), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
+
+
+def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_senders: int) -> int:
+    """The most memory that a `Reduction` without `total` takes, whatever its share of a vector of so many elements.
+
+    Each sender has `WINDOW` requests open at most, and each of these holds a part or the sum that answers it; besides, one
+    chunk is being summed.
+    """
+    chunk = chunk_elements_of(num_elements)
+    return 2 * num_senders * WINDOW * code.spec(chunk, dtype).num_bytes + (num_senders + 1) * chunk * dtype.itemsize
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """One chunk of the slice: the parts that came, then the reduced payload, and the members that have taken it."""
+
+    start: int
+    end: int
+    reduced: asyncio.Future[Payload]
+    parts: dict[int, Payload | None] = field(default_factory=dict)
+    summing: asyncio.Task[None] | None = None
+    taken_by: set[int] = field(default_factory=set)
+
+
+class Reduction:
+    """What one of a group reduces in one exchange."""
+
+    def __init__(
+        self, members: Sequence[Member], me: int, part: Part, *, dtype: torch.dtype, shares: Sequence[int] = (),
+        num_auxiliaries: int = 0, chunk_elements: int | None = None, run_job: RunJob = at_once,
+        total: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            members: of the group; auxiliaries come last.
+            me: index of this one.
+            part: what is summed.
+            dtype: of the sum.
+            shares: elements that each reduces; equal parts if empty.
+            num_auxiliaries: the last so many of `members` have no part in the sum and do not ask for it.
+            chunk_elements: elements of a chunk, the same for all; None derives it from the shares.
+            run_job: runs what takes time.
+            total: [num_elements]; the sums are written into it, and stay to be asked for again. None: a chunk is let go of
+                once everyone has taken it.
+
+        Raises:
+            ValueError: if `shares` do not fit the members.
+        """
+        num_elements = part.num_elements
+        shares = shares or hagenbach_bischoff(num_elements, [1.0] * len(members))
+        if len(shares) != len(members) or sum(shares) != num_elements:
+            raise ValueError(f"{len(shares)} shares of {sum(shares)} elements for {len(members)} members and {num_elements}")
+        if num_auxiliaries and len(members) - num_auxiliaries < 2:
+            raise ValueError(f"auxiliaries help two members or more, not {len(members) - num_auxiliaries}")
+        self.members = list(members)
+        self.me = me
+        self._num_senders = len(members) - num_auxiliaries
+        self._part = part
+        self._dtype = dtype
+        self._run_job = run_job
+        self._total = total
+        self._chunk_elements = chunk_elements or chunk_elements_of(max(shares))
+        self._bounds = bounds(shares)
+        is_sparse = part.code.codec == "sparse4"
+        self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and part.values is not None else None
+        self._lost = torch.zeros(shares[me], dtype=dtype) if is_sparse else None
+        self._failure: RoundFailed | None = None
+        self._num_chunks = -(-shares[me] // self._chunk_elements)
+        #: Begun and not let go of.
+        self._chunks: dict[int, _Chunk] = {}
+        self._reduced: set[int] = set()
+        self._over = self._unheeded()
+        if not self._num_chunks:
+            self._over.set_result(None)
+        #: Chunks received so far: what a waiting caller sees advance.
+        self.num_parts = 0
+        #: Members that sent NaN, infinities or numbers as good as infinite, and what.
+        self.blamed: dict[tuple[str, str], str] = {}
+
+    def _unheeded(self) -> asyncio.Future[Any]:
+        """A future whose failure may have no waiter."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())
+        return future
+
+    def _spec(self, num_elements: int) -> TensorSpec:
+        return self._part.code.spec(num_elements, self._dtype)
+
+    async def reduce(self, index: int, number: int, part: Payload | None) -> Payload:
+        """Member `index`'s part of chunk `number` of this slice came in; returns the reduced chunk when all parts have.
+
+        Raises:
+            ValueError: if the part has no place here.
+            RoundFailed: if the round ended meanwhile.
+        """
+        if index >= self._num_senders:
+            raise ValueError("an auxiliary has no part in the sum")
+        if number >= self._num_chunks:
+            raise ValueError(f"this slice has {self._num_chunks} chunks, not {number + 1}")
+        chunk = self._chunks.get(number) or self._begin(number)
+        if part is not None and part[0] != self._spec(chunk.end - chunk.start):
+            raise ValueError(f"a chunk of {chunk.end - chunk.start} elements came as {part[0].dtype} {part[0].shape}")
+        if not chunk.reduced.done() and chunk.summing is None:
+            self.num_parts += index not in chunk.parts
+            chunk.parts.setdefault(index, part)
+            if len(chunk.parts) == self._num_senders - (self.me < self._num_senders):
+                chunk.summing = asyncio.get_running_loop().create_task(self._sum(chunk, number), name="reduce a chunk")
+        payload = await asyncio.shield(chunk.reduced)
+        chunk.taken_by.add(index)
+        if self._total is None and len(chunk.taken_by) == self._num_senders:
+            self._chunks.pop(number, None)
+        return payload
+
+    def _begin(self, number: int) -> _Chunk:
+        if self._failure is not None:
+            raise self._failure
+        if number in self._reduced:
+            raise ValueError(f"everyone has taken chunk {number} already")
+        start = self._bounds[self.me][0] + number * self._chunk_elements
+        end = min(start + self._chunk_elements, self._bounds[self.me][1])
+        chunk = self._chunks[number] = _Chunk(start, end, self._unheeded())
+        return chunk
+
+    @property
+    def awaited(self) -> list[Member]:
+        """Members whose parts of chunks that others have begun are missing."""
+        missing = {
+            index for chunk in self._chunks.values() if chunk.summing is None
+            for index in range(self._num_senders) if index != self.me and index not in chunk.parts
+        }  # fmt: skip
+        return [self.members[index] for index in sorted(missing)]
+
+    async def _sum(self, chunk: _Chunk, number: int) -> None:
+        received = sorted(chunk.parts.items())
+        chunk.parts = {}  # let go of what was received
+        span = slice(chunk.start, chunk.end)
+
+        def job() -> Payload:
+            own, carry = self._part.values, self._part.carry
+            parts = [] if own is None else [(self.me, own[span])]
+            for index, payload in received:
+                if payload is not None:
+                    parts.append((index, decode_tensor(*payload)))
+            parts.sort(key=lambda part: part[0])
+            total = torch.empty(chunk.end - chunk.start, dtype=self._dtype) if self._total is None else self._total[span]
+            if self._part.robust is not None and parts and all(is_finite(part) for _, part in parts):
+                total.copy_(self._part.robust.sum(parts, self._part.num_elements))
+            elif len(parts) > 1:
+                torch.add(parts[0][1], parts[1][1], out=total)
+                for _, part in parts[2:]:
+                    total += part
+            elif parts:
+                total.copy_(parts[0][1])
+            else:
+                total.zero_()
+            if not is_finite(total):  # then a part is not; only now is it worth to look which
+                bad = next((i for i, part in parts if i != self.me and not is_finite(part)), self.me)
+                raise self._not_finite("a slice", bad)
+            if carry is not None:
+                total += carry[span]
+            payload = self._part.code.encode(total)
+            if self._part.code.is_lossy and self._total is not None:  # what this member keeps is what the others decode
+                decoded = decode_tensor(*payload)
+                if self._lost is not None:
+                    first = self._bounds[self.me][0]
+                    self._lost[chunk.start - first : chunk.end - first] = total - decoded
+                total.copy_(decoded)
+            if self._counted is not None and own is not None:
+                self._counted[span] = own[span]
+            return payload
+
+        try:
+            payload = await self._run_job(job)
+        except RoundFailed as failure:
+            self.fail(failure)
+        except Exception as error:
+            self.fail(RoundFailed(f"the sum failed: {error}"))
+        else:
+            if not chunk.reduced.done():
+                chunk.reduced.set_result(payload)
+            self._reduced.add(number)
+            if len(self._reduced) == self._num_chunks and not self._over.done():
+                self._over.set_result(None)
+
+    def _not_finite(self, what: str, index: int) -> RoundFailed:
+        member = self.members[index]
+        self.blamed[member.key] = f"{what} from {member.peer[:8]} is not finite"
+        return RoundFailed(self.blamed[member.key], [member])
+
+    def fail(self, error: RoundFailed) -> None:
+        """End the exchange: waiting callers get an error at once instead of a time-out."""
+        self._failure = self._failure or error
+        for future in (self._over, *(chunk.reduced for chunk in self._chunks.values())):
+            if not future.done():
+                future.set_exception(error)
+
+    async def all_reduced(self) -> None:
+        """Until every chunk of this slice is reduced.
+
+        Raises:
+            RoundFailed: the exchange ended before.
+        """
+        await asyncio.shield(self._over)

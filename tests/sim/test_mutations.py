@@ -187,10 +187,10 @@ def commit_without_coverage(patch):
 def clip_per_stage(patch):
     advance = StageMember.advance
 
-    async def clipped(self, record, flat):
+    async def clipped(self, record, flat, *adopt):
         norm = math.sqrt(record.results[self.stage].sum_squares) / record.tokens
         coefficient = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        await advance(self, record.model_copy(update={"clip_coefficient": coefficient}), flat)
+        await advance(self, record.model_copy(update={"clip_coefficient": coefficient}), flat, *adopt)
 
     patch.setattr(StageMember, "advance", clipped)
 
@@ -228,9 +228,9 @@ def ignore_an_incarnation(patch):
 def apply_a_record_twice(patch):
     advance = StageMember.advance
 
-    async def twice(self, record, flat):
-        await advance(self, record, flat)
-        await advance(self, record, flat)
+    async def twice(self, record, flat, *adopt):
+        await advance(self, record, flat, *adopt)
+        await advance(self, record, flat, *adopt)
 
     patch.setattr(StageMember, "advance", twice)
 
@@ -261,8 +261,8 @@ def keep_the_ledger_of_a_discarded_accumulator(patch):
 def divide_by_micro_batches_instead_of_tokens(patch):
     advance = StageMember.advance
 
-    async def divided(self, record, flat):
-        await advance(self, record.model_copy(update={"tokens": record.results[0].num_tickets}), flat)
+    async def divided(self, record, flat, *adopt):
+        await advance(self, record.model_copy(update={"tokens": record.results[0].num_tickets}), flat, *adopt)
 
     patch.setattr(StageMember, "advance", divided)
 

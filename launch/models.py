@@ -100,7 +100,7 @@ def copy_tokenizer(source: Path, config: RunConfig | None, target: Path) -> None
             )
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for file in TOKENIZER_FILES:
+        for file in TOKENIZER_FILES if not source.samefile(target) else ():
             if (source / file).is_file():
                 shutil.copyfile(source / file, target / file)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -17,8 +18,9 @@ from launch.arguments import (
 )
 from launch.local_swarm import RUN_FILE
 from launch.logs import Announcer
+from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.reports import NO_REPORTS, Reports
-from launch.run_files import RunFile, build_config
+from launch.run_files import RunFile, build_config, still_needed
 from launch.runner import main_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
@@ -74,13 +76,17 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         (options.out / RUN_FILE).write_bytes(new.to_bytes())
     except OSError as error:
         raise StorageError(f"{options.out / RUN_FILE}: {error.strerror}") from None
+    for kept in [root / TOKENIZER_DIRECTORY for root in options.checkpoints if (root / TOKENIZER_DIRECTORY).is_dir()][:1]:
+        copy_tokenizer(kept, None, options.out / TOKENIZER_DIRECTORY)
     text = f"run {record.run[:12]} at step {step} of {new.total_steps} in {options.out}, from step {found[0].record.step + 1} " \
            f"of run {found[0].record.run[:12]}"
     if again:
         text += f"; it sees the last {again} samples again"
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
     announcer.say(text, run=record.run, step=step, out=str(options.out))
-    announcer.say(f"it goes on with: launch_local --state-dir {options.out}")
+    needed = still_needed(new, options.out)
+    command = shlex.join(["launch_local", "--state-dir", str(options.out)])
+    announcer.say(f"it goes on with: {' '.join([command, *needed])}")
     return EXIT_DONE
 
 

@@ -11,17 +11,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launch.models import described, fields_of, place_of, tokenizer_in
+from launch.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, tokenizer_in
+from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import is_dotted
+from swarm.feed.sources import BUILTIN
+from swarm.feed.tokenizers import ByteTokenizer
 
 #: Keys of a run file that are this machine's business and are not part of the run.
 PATH_KEYS = ("data", "eval_data", "tokenizer")
 #: Keys of the run file's `[local]` table, for `launch_local`.
 LOCAL_KEYS = ("peers_per_stage", "trainers")
-#: Filled from the data.
-DIGEST_KEYS = ("data_digest", "tokenizer_digest", "weights", "weights_source")
+#: Filled from the data, and the option that names what is digested; tokens depend on the tokenizer, so it comes first.
+DIGEST_KEYS = {
+    "tokenizer_digest": "tokenizer with --tokenizer", "data_digest": "data with --data", "weights": "model with --model",
+    "weights_source": "model with --model",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ class RunFile:
 
 
 def read_run_file(path: Path) -> RunFile:
-    """Read a TOML run file, or the `run.json` that a run keeps of itself.
+    """Read a TOML run file, or the `run.json` that a run keeps of itself, and its tokenizer beside it.
 
     Raises:
         ConfigError: unreadable, malformed, an unknown key, or a data path that does not exist.
@@ -81,7 +87,11 @@ def read_run_file(path: Path) -> RunFile:
     try:
         content = path.read_bytes()
         if path.suffix == ".json":
-            return RunFile(path=path, fields=parse_config_bytes(content).model_dump(mode="json"), config_bytes=content)
+            kept = path.parent / TOKENIZER_DIRECTORY
+            return RunFile(
+                path=path, fields=parse_config_bytes(content).model_dump(mode="json"), config_bytes=content,
+                paths=DataPaths(tokenizer=str(kept) if kept.is_dir() else None),
+            )  # fmt: skip
         table = tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -162,14 +172,17 @@ def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
     """
     from swarm.feed.feed import describe_data
 
+    if config.data_digest and config.dataset != BUILTIN and paths.data is None:
+        raise ConfigError(f"the run's data is {config.dataset}: name it with --data")
     paths = paths.with_tokenizer()
     found = describe_data(config, paths.data, paths.eval_data, paths.tokenizer)
     if paths.model is not None:
         found |= described(paths.model)
-    for key in DIGEST_KEYS:
+    for key, named in DIGEST_KEYS.items():
         stated = getattr(config, key)
         if stated and key in found and stated != found[key]:
-            raise ConfigError(f"{key}: the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}..")
+            here = f"the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}.."
+            raise ConfigError(f"{key}: {here}: name the run's {named}")
     vocab_size = found.pop("vocab_size")
     fields = {**config.model_dump(), **found}
     if paths.tokenizer is not None and not is_dotted(config.model):
@@ -192,3 +205,15 @@ def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
     differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
     what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
     raise ConfigError(f"{where} holds {what}; choose another --state-dir, or repeat the options it was started with")
+
+
+def still_needed(config: RunConfig, state_dir: Path) -> list[str]:
+    """Options that name what `state_dir` does not keep of the run, for a command line to go on with it."""
+    words = []
+    if config.model == PRETRAINED and (config.lora is not None or config.frozen):
+        words += ["--model", "DIR"]
+    if config.dataset != BUILTIN:
+        words += ["--data", "PATH"]
+    if config.tokenizer_digest not in ("", ByteTokenizer.digest) and not (state_dir / TOKENIZER_DIRECTORY).is_dir():
+        words += ["--tokenizer", "DIR"]
+    return words

@@ -115,7 +115,9 @@ def test_a_fork_with_another_batch_and_learning_rate_goes_on_with_the_next_sampl
     changes = ["--target-batch-size", "32", "--learning-rate", "0.001", "--steps", "5"]
     assert recut(["--checkpoints", str(directory), "--out", str(out), *changes]) == 0
     new, losses = go_on(out, peers_per_stage=1)
-    assert "at step 2 of 5" in capsys.readouterr().out, "4 steps of 16 samples are 2 of 32"
+    told = capsys.readouterr().out
+    assert "at step 2 of 5" in told, "4 steps of 16 samples are 2 of 32"
+    assert told.endswith(f"it goes on with: launch_local --state-dir {out}\n")
     plain = plain_losses((old, 0, 4), (new, 2, 5))
     assert [losses[step] for step in range(3, 6)] == pytest.approx(plain[4:], rel=1e-8)
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from launch.local import parse, resolve_plan
-from launch.run_files import create_run, read_run_file, require_same
+from launch.models import copy_tokenizer
+from launch.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
+from tests.unit.feed.chat_tokenizer import write_chat_tokenizer
 
 
 def resolve(*argv: str):
@@ -63,7 +65,7 @@ def test_data_other_than_the_run_states_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f'data_digest = "{"0" * 64}"\n')
     config, plan = resolve("--run", str(path))
-    with pytest.raises(ConfigError, match="data_digest"):
+    with pytest.raises(ConfigError, match=r"data_digest: .*: name the run's data with --data"):
         create_run(config, plan.paths)
 
 
@@ -86,3 +88,31 @@ def test_a_run_read_back_keeps_its_bytes(tmp_path: Path) -> None:
     stored = RunConfig(seed=3).to_bytes() + b"\n"
     (tmp_path / "run.json").write_bytes(stored)
     assert read_run_file(tmp_path / "run.json").config_bytes == stored
+
+
+def test_a_run_goes_on_with_the_tokenizer_that_it_kept_and_asks_for_its_data(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("what is paris madrid " * 400)
+    paths = DataPaths(data=str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "model"))
+    run = create_run(RunConfig(sequence_length=8, eval_samples=4), paths)
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "run.json").write_bytes(run.to_bytes())
+    assert still_needed(run, state) == ["--data", "PATH", "--tokenizer", "DIR"]
+    copy_tokenizer(tmp_path / "model", None, state / "tokenizer")
+    assert still_needed(run, state) == ["--data", "PATH"]
+
+    config, plan = resolve("--state-dir", str(state), "--data", paths.data)
+    assert plan.paths == DataPaths(data=paths.data, tokenizer=str(state / "tokenizer"))
+    require_same(run.to_bytes(), create_run(config, plan.paths), state)
+    copy_tokenizer(state / "tokenizer", None, state / "tokenizer")  # as `launch_local` keeps what it was given
+
+    config, plan = resolve("--state-dir", str(state))
+    with pytest.raises(ConfigError, match=r"the run's data is text\.txt: name it with --data"):
+        create_run(config, plan.paths)
+
+
+def test_what_the_seed_does_not_make_is_needed_again(tmp_path: Path) -> None:
+    assert still_needed(RunConfig(), tmp_path) == []
+    assert still_needed(RunConfig(model="pretrained"), tmp_path) == []
+    assert still_needed(RunConfig(model="pretrained", frozen=("a.*",)), tmp_path) == ["--model", "DIR"]

@@ -69,6 +69,10 @@ async def find_run(options: Namespace, transport: HttpTransport) -> KnownRun:
     given = getattr(options, "model", None)
     overrides, _ = with_model({} if given is None else {"model": given})
     config = create_run(build_config(run_file, overrides), paths)
+    if config.frozen:
+        from models.registry import factory_of
+
+        factory_of(config)  # that there are such parameters is seen before anyone joins
     return KnownRun(config_bytes=config.to_bytes(), paths=paths)
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | None = None) -> StageFactory:
     """The factory of the run's model: a preset's, or what `package.module:factory` returns when called with `config`.
 
+    Where the run names parameters that are not trained, every stage is outlined to see that there are such.
+
     Args:
         may_import: False refuses dotted paths. For a configuration that came from the network, pass what the operator
             of this machine agreed to: importing runs code.
@@ -25,6 +27,15 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
     Raises:
         ConfigError: one line: an unknown name, a failed import, a factory of the wrong kind, or unfit options.
     """
+    factory = _made(config, may_import, source)
+    if config.frozen:
+        from swarm.stage.compute import require_parameters
+
+        require_parameters(factory, config.frozen)
+    return factory
+
+
+def _made(config: RunConfig, may_import: bool, source: Source | None) -> StageFactory:
     if config.model == PRETRAINED:
         if config.lora is not None:
             from models.lora import LoraFactory

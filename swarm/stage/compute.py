@@ -77,6 +77,19 @@ def freeze(module: torch.nn.Module, frozen: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
+def require_parameters(factory: StageFactory, frozen: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: a pattern fits no parameter of any stage; says what some are called.
+    """
+    stages = (stage_module(factory, stage, ()) for stage in range(factory.num_stages))  # one after another: some take memory
+    names = [name for module in stages for name, _ in module.named_parameters()]
+    for pattern in frozen:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(dict.fromkeys((names[0], names[len(names) // 2], names[-1])))
+            raise ConfigError(f"frozen: {pattern!r} fits no parameter of the model; there are {some}, ...")
+
+
 class StageCompute:
     """The stage's module on its device.
 

@@ -135,6 +135,14 @@ def test_a_bad_value_is_named(argv: list[str], named: str, capsys: pytest.Captur
     assert named in one_line(capsys, "launch_local")
 
 
+def test_a_run_that_freezes_what_its_model_has_not_is_not_created(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file.write_text('frozen = ["embedding.*"]\n')
+    assert run_main("launch_backbone", "--run", str(run_file), "--host", "127.0.0.1") == 2
+    line = one_line(capsys, "launch_backbone")
+    assert "'embedding.*'" in line
+    assert "model.embed_tokens.weight" in line
+
+
 def test_a_run_must_come_from_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("launch_stage") == 2
     line = one_line(capsys, "launch_stage")

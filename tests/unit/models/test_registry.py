@@ -54,6 +54,17 @@ def test_a_custom_model_with_custom_data_learns() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("model", ["llama-tiny", f"{MLP}:factory"])
+def test_a_pattern_of_frozen_parameters_that_fits_none_is_refused(model: str) -> None:
+    names = [name for stage in range(3) for name, _ in factory_of(RunConfig(model=model)).build(stage).named_parameters()]
+    factory_of(RunConfig(model=model, frozen=(names[0], f"{names[-1][:-1]}*")))  # each is in one stage alone
+    with pytest.raises(ConfigError) as raised:
+        factory_of(RunConfig(model=model, frozen=(names[0], "embedding.*")))
+    assert str(raised.value) == (
+        f"frozen: 'embedding.*' fits no parameter of the model; there are {names[0]}, {names[len(names) // 2]}, {names[-1]}, ..."
+    )
+
+
 def test_model_options_override_a_preset() -> None:
     options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     factory = factory_of(RunConfig(model="llama-small", model_options=options))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.hub import Hub, is_hub_id
-from models.presets import PRETRAINED
+from models.presets import PRESET_OPTIONS, PRETRAINED
 from models.shards import Directory, Shards, read_config
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -61,6 +61,13 @@ def fields_of(place: str, options: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: there is none, or it is malformed.
     """
     return {"model": PRETRAINED, "model_options": {**read_config(source_of(place)), **options}}
+
+
+def vocab_size_of(config: RunConfig) -> int | None:
+    """Tokens that the run's model knows, as far as it can be told without building it."""
+    options = {**PRESET_OPTIONS.get(config.model, {}), **config.model_options}
+    size = options.get("vocab_size", (options.get("text_config") or {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
 
 
 def described(place: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launch.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, tokenizer_in
+from launch.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, tokenizer_in, vocab_size_of
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
@@ -175,7 +175,8 @@ def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
     if config.data_digest and config.dataset != BUILTIN and paths.data is None:
         raise ConfigError(f"the run's data is {config.dataset}: name it with --data")
     paths = paths.with_tokenizer()
-    found = describe_data(config, paths.data, paths.eval_data, paths.tokenizer)
+    known = vocab_size_of(config) if paths.tokenizer is None else None  # else the model gets the tokenizer's, below
+    found = describe_data(config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=known)
     if paths.model is not None:
         found |= described(paths.model)
     for key, named in DIGEST_KEYS.items():

@@ -21,6 +21,7 @@ from launch.arguments import (
 from launch.devices import available_memory
 from launch.logs import Announcer
 from launch.metrics import MetricsFile
+from launch.models import vocab_size_of
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of, run_peer
 from launch.step_lines import step_text
@@ -77,7 +78,9 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
             announcer.line(f"waiting for {reason}", waiting_for=reason)
             reports.send("waiting", reason=reason[:500])
 
-        feed = open_feed(context.config, paths.data, paths.eval_data, paths.tokenizer)
+        feed = open_feed(
+            context.config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=vocab_size_of(context.config)
+        )
         trainer = Trainer(context, feed=feed, num_steps=options.steps, in_flight=options.in_flight, on_step=on_step,
                           on_evaluation=on_evaluation, on_waiting=on_waiting)
         return trainer, lambda: announce(PROGRAM, argv, context, "data", announcer, reports)

@@ -27,6 +27,11 @@ LLAMA_SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: What the named models say of themselves; `causal-lm` takes everything from `model_options`: `model_type` (llama, qwen3,
+#: ...) and fields of its configuration.
+PRESET_OPTIONS: dict[str, dict[str, Any]] = {"llama-tiny": LLAMA_TINY, "llama-small": LLAMA_SMALL, "causal-lm": {}}
+
+
 def _causal_lm(**defaults: Any) -> Callable[[RunConfig], CausalLMFactory]:
     def build(config: RunConfig) -> CausalLMFactory:
         from models.causal_lm import CausalLMFactory
@@ -36,9 +41,6 @@ def _causal_lm(**defaults: Any) -> Callable[[RunConfig], CausalLMFactory]:
     return build
 
 
-#: `causal-lm` takes everything from `model_options`: `model_type` (llama, qwen3, ...) and fields of its configuration.
 PRESETS: dict[str, Callable[[RunConfig], CausalLMFactory]] = {
-    "llama-tiny": _causal_lm(**LLAMA_TINY),
-    "llama-small": _causal_lm(**LLAMA_SMALL),
-    "causal-lm": _causal_lm(),
+    name: _causal_lm(**options) for name, options in PRESET_OPTIONS.items()
 }

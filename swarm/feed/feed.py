@@ -38,36 +38,62 @@ class Feed:
         return [samples.take(np.arange(start, min(start + size, total))) for start in starts] if samples else []
 
 
-def open_feed(config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None) -> Feed:
+def open_feed(
+    config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None, *, vocab_size: int | None = None
+) -> Feed:
     """The feed of a run from local paths: see `swarm.feed.datasets` for what `data` and `eval_data` may be.
 
+    Args:
+        vocab_size: of the model, where it is known.
+
     Raises:
-        ConfigError: if the data or the tokenizer cannot be read, or is not that of the run.
+        ConfigError: if the data or the tokenizer cannot be read, is not that of the run, or has tokens that the model has not.
     """
     encoder = open_tokenizer(tokenizer)
     _require_same("tokenizer", tokenizer or "byte-level", encoder.digest, config.tokenizer_digest)
-    feed = Feed(config, open_dataset(config, data, eval_data, encoder))
+    dataset = open_dataset(config, data, eval_data, encoder)
+    _require_known_tokens(dataset, vocab_size)
+    feed = Feed(config, dataset)
     _require_same("data", data or "builtin", feed.data_digest, config.data_digest)
     return feed
 
 
-def describe_data(config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None) -> dict[str, Any]:
+def describe_data(
+    config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None, *, vocab_size: int | None = None
+) -> dict[str, Any]:
     """What a run's creator writes into its `RunConfig`, under its field names, and the vocabulary's size.
+
+    Args:
+        vocab_size: of the model, where it is known.
 
     Returns:
         `dataset`, `data_digest`, `tokenizer_digest` (str) and `vocab_size` (int).
 
     Raises:
-        ConfigError: if the data or the tokenizer cannot be read.
+        ConfigError: if the data or the tokenizer cannot be read, or the data has tokens that the model has not.
     """
     encoder = open_tokenizer(tokenizer)
     dataset = open_dataset(config, data, eval_data, encoder)
+    _require_known_tokens(dataset, vocab_size)
     return {
         "dataset": dataset.name,
         "data_digest": dataset.digest(),
         "tokenizer_digest": encoder.digest,
         "vocab_size": encoder.vocab_size,
     }
+
+
+def _require_known_tokens(dataset: Dataset, vocab_size: int | None) -> None:
+    """Once, here: a GPU that looks an unknown token up computes nothing any more until its process is started again."""
+    if vocab_size is None:
+        return
+    for samples in (dataset.train, dataset.evaluation):
+        for token in (samples.token_bounds() if samples is not None else None) or ():
+            if not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"data {dataset.name}: holds token {token}, and the model has tokens 0 to {vocab_size - 1}; use its own "
+                    "tokenizer (--tokenizer), or a larger model_options.vocab_size"
+                )
 
 
 def _require_same(what: str, source: str, digest: str, expected: str) -> None:

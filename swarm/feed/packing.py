@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from swarm.feed.chat import Example
-from swarm.feed.samples import Batch
+from swarm.feed.samples import IGNORED_LABEL, Batch, bounds_of
 
 logger = logging.getLogger(__name__)
 
-IGNORED_LABEL = -100
 #: Samples that are filled at a time: an example goes into the first one that has room.
 _OPEN_SAMPLES = 64
 
@@ -102,3 +101,7 @@ class PackedExamples:
             digest.update(f"{len(example.tokens)}\0".encode())
             digest.update(example.tokens.astype("<u4").tobytes())
             digest.update(np.packbits(example.trained).tobytes())
+
+    def token_bounds(self) -> tuple[int, int] | None:
+        found = [bounds for example in self._examples if (bounds := bounds_of(example.tokens)) is not None]
+        return (min(low for low, _ in found), max(high for _, high in found)) if found else None

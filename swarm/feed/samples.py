@@ -10,6 +10,9 @@ import numpy as np
 
 from swarm.base.errors import ConfigError
 
+#: What a label says where nothing is to be learnt.
+IGNORED_LABEL = -100
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -32,6 +35,10 @@ class Samples(Protocol):
         """Feed every value into `digest` (a hashlib object), independent of machine and storage dtype."""
         ...
 
+    def token_bounds(self) -> tuple[int, int] | None:
+        """The least and the largest token id of all; None if there is none, or if these are no tokens."""
+        ...
+
 
 class TokenWindows:
     """Windows of one row of tokens: `input_ids` and `labels`, int64 [B, T]; `labels[t]` is the token after `t`."""
@@ -52,6 +59,9 @@ class TokenWindows:
         digest.update(f"tokens {len(self._tokens_N)}\0".encode())
         for start in range(0, len(self._tokens_N), 2**20):
             digest.update(self._tokens_N[start : start + 2**20].astype("<u4").tobytes())
+
+    def token_bounds(self) -> tuple[int, int] | None:
+        return bounds_of(self._tokens_N)
 
 
 class ArraySamples:
@@ -93,3 +103,17 @@ class ArraySamples:
                 array = array.astype(array.dtype.newbyteorder("<"), copy=False)
                 digest.update(f"{kind} {name} {array.dtype.str} {array.shape}\0".encode())
                 digest.update(array.tobytes())
+
+    def token_bounds(self) -> tuple[int, int] | None:
+        """Of `input_ids` and of `labels` that are trained."""
+        if "input_ids" not in self.inputs:
+            return None
+        labels = self.labels.get("labels", np.empty(0, np.int64))
+        found = [bounds_of(self.inputs["input_ids"]), bounds_of(labels[labels != IGNORED_LABEL])]
+        low, high = zip(*(bounds for bounds in found if bounds is not None), strict=True)
+        return min(low), max(high)
+
+
+def bounds_of(tokens: np.ndarray) -> tuple[int, int] | None:
+    """Least and largest of them, if there are any."""
+    return (int(tokens.min()), int(tokens.max())) if tokens.size else None

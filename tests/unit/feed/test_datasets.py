@@ -93,6 +93,36 @@ def test_builtin_text_is_english_and_the_same_each_time() -> None:
     assert np.array_equal(batch.inputs["input_ids"], two.batch(Ticket(3, 5)).inputs["input_ids"])
 
 
+def test_tokens_that_the_model_does_not_have_are_refused_when_the_data_is_opened(tmp_path: Path) -> None:
+    path, held_out = tmp_path / "corpus.txt", tmp_path / "other.txt"
+    path.write_text("hello world " * 30)  # the largest byte is "w", 119
+    held_out.write_text("hello zoo " * 30)
+    assert open_feed(SMALL, str(path), None, None, vocab_size=120).num_samples
+    with pytest.raises(ConfigError) as raised:
+        open_feed(SMALL, str(path), None, None, vocab_size=119)
+    assert str(raised.value) == (
+        "data corpus.txt: holds token 119, and the model has tokens 0 to 118; use its own tokenizer (--tokenizer), or a larger "
+        "model_options.vocab_size"
+    )
+    with pytest.raises(ConfigError, match="holds token 122"):
+        describe_data(SMALL, str(path), str(held_out), None, vocab_size=120)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "bounds"),
+    [
+        ([[3, 9]], [[-100, 9]], (3, 9)), ([[3, 4]], [[4, 12]], (3, 12)), ([[-1, 4]], [[4, -100]], (-1, 4)),
+        ([[5]], [[-100]], (5, 5)), ([[5]], [[-7]], (-7, 5)),
+    ],
+)  # fmt: skip
+def test_bounds_of_a_custom_datasets_tokens_leave_out_ignored_labels(
+    inputs: list[list[int]], labels: list[list[int]], bounds: tuple[int, int]
+) -> None:
+    samples = ArraySamples({"input_ids": np.array(inputs)}, {"labels": np.array(labels)})
+    assert samples.token_bounds() == bounds
+    assert ArraySamples({"x": np.array(inputs)}, {"labels": np.array(labels)}).token_bounds() is None
+
+
 def test_other_data_than_the_runs_is_refused_with_both_digests(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("hello world " * 30)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import parse, resolve_plan
-from launch.models import copy_tokenizer
+from launch.models import copy_tokenizer, vocab_size_of
 from launch.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -67,6 +67,26 @@ def test_data_other_than_the_run_states_is_refused(tmp_path: Path) -> None:
     config, plan = resolve("--run", str(path))
     with pytest.raises(ConfigError, match=r"data_digest: .*: name the run's data with --data"):
         create_run(config, plan.paths)
+
+
+@pytest.mark.parametrize(
+    ("fields", "vocab_size"),
+    [
+        ({"model": "llama-tiny"}, 256),
+        ({"model": "causal-lm", "model_options": {"model_type": "llama", "vocab_size": 99}}, 99),
+        ({"model": "pretrained", "model_options": {"text_config": {"vocab_size": 7}}}, 7),
+        ({"model": "causal-lm", "model_options": {"model_type": "llama"}}, None),
+        ({"model": "package.module:factory"}, None),
+    ],
+)  # fmt: skip
+def test_how_many_tokens_a_model_knows_is_told_without_building_it(fields: dict[str, object], vocab_size: int | None) -> None:
+    assert vocab_size_of(RunConfig.model_validate(fields)) == vocab_size
+
+
+def test_a_run_whose_data_has_tokens_that_its_model_has_not_is_refused_by_its_creator() -> None:
+    config = RunConfig(model="causal-lm", model_options={"model_type": "llama", "vocab_size": 100})
+    with pytest.raises(ConfigError, match="and the model has tokens 0 to 99"):
+        create_run(config, DataPaths())
 
 
 def test_a_state_directory_belongs_to_one_run(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from launch.arguments import (
 from launch.logs import Announcer
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of
+from launch.status import answer_of
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
 
@@ -44,33 +45,29 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
         Steps that have committed, and what will happen, in words.
 
     Raises:
+        ConfigError: the run can do no such thing; the text says why.
         SwarmError: nobody answers, nobody coordinates, or it is refused; the text says why.
     """
     from swarm.base.config import run_id_of
     from swarm.net.http import HttpTransport
-    from swarm.wire.framing import Frame
-    from swarm.wire.messages import Hello, Message, Operate, Operated, Refusal, RunInfo
+    from swarm.wire.messages import Hello, Operate, Operated, Refusal, RunInfo
 
     transport = HttpTransport(connect_s=timeout_s)
-
-    async def ask(target: Address, message: Message) -> Message:
-        async with asyncio.timeout(timeout_s):
-            return (await transport.call(target, Frame(message), stall_s=timeout_s)).message
-
     try:
-        info = await ask(address, Hello())
+        info = await answer_of(transport, address, Hello(), timeout_s=timeout_s)
         if not isinstance(info, RunInfo):
             raise SwarmError(f"{address} is no peer of a run")
         request = Operate(run=run_id_of(info.config.encode()), action=action, at_step=at_step)
-        reply = await ask(address, request)
+        reply = await answer_of(transport, address, request, timeout_s=timeout_s)
         if isinstance(reply, Refusal) and reply.code == "unknown":
             if info.coordinator is None:
                 raise SwarmError(f"{address} knows no coordinator: is a backbone or a trainer of the run up?")
-            reply = await ask(Address(info.coordinator.host, info.coordinator.port), request)
-    except TimeoutError:
-        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)") from None
+            there = Address(info.coordinator.host, info.coordinator.port)
+            reply = await answer_of(transport, there, request, timeout_s=timeout_s)
     finally:
         await transport.close()
+    if isinstance(reply, Refusal) and reply.code == "bad_request":
+        raise ConfigError(reply.reason)
     if not isinstance(reply, Operated):
         raise SwarmError(reply.reason if isinstance(reply, Refusal) else f"answered by {reply.__class__.__name__}")
     return reply.step, reply.text

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_seconds
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of
-from swarm.base.errors import SwarmError
+from swarm.base.errors import SwarmError, Unreachable
 from swarm.base.ids import Address
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from swarm.net.transport import Transport
-    from swarm.wire.messages import StatusReply
+    from swarm.wire.messages import Message, StatusReply
 
 PROGRAM = "swarm_status"
 
@@ -32,22 +32,35 @@ def parse(argv: Sequence[str]) -> Namespace:
     return parser.parse(argv)
 
 
+async def answer_of(transport: Transport, address: Address, message: Message, *, timeout_s: float) -> Message:
+    """What the peer at `address` answers.
+
+    Raises:
+        SwarmError: nothing in time; the text names the address.
+    """
+    from swarm.wire.framing import Frame
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return (await transport.call(address, Frame(message), stall_s=timeout_s)).message
+    except TimeoutError:
+        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)") from None
+    except Unreachable as error:
+        hint = "name a peer of the run that is up; launchers print where theirs serve"
+        raise SwarmError(f"nobody can be reached at {address} ({error}): {hint}") from None
+
+
 async def ask(transport: Transport, address: Address, *, timeout_s: float) -> StatusReply:
     """How the peer at `address` is.
 
     Raises:
         SwarmError: it does not answer, or answers something else; the text names the address.
     """
-    from swarm.wire.framing import Frame
     from swarm.wire.messages import Status, StatusReply
 
-    try:
-        async with asyncio.timeout(timeout_s):
-            reply = (await transport.call(address, Frame(Status()), stall_s=timeout_s)).message
-    except TimeoutError:
-        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)") from None
+    reply = await answer_of(transport, address, Status(), timeout_s=timeout_s)
     if not isinstance(reply, StatusReply):
-        raise SwarmError(f"{address} answered {reply.kind}, not its status")
+        raise SwarmError(f"{address} answered with {reply.__class__.__name__}, not its status")
     return reply
 
 

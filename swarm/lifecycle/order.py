@@ -24,6 +24,17 @@ def changed(order: Order, wanted: Operate, num_commits: int) -> tuple[Order, str
     return Order(stop_at=stop_at), f"the run stops after step {stop_at}; its state is written to disk"
 
 
+def fault_of(wanted: Operate, num_commits: int, total_steps: int) -> str:
+    """Why `wanted` asks for what cannot be, or ""."""
+    if num_commits >= total_steps:
+        return f"the run is over: all {total_steps} steps (total_steps) have committed"
+    if wanted.at_step is not None and wanted.at_step <= num_commits:
+        return f"step {wanted.at_step} has passed: {num_commits} steps have committed; stop without --at-step ends the next one"
+    if wanted.at_step is not None and wanted.at_step > total_steps:
+        return f"step {wanted.at_step} never comes: the run ends after step {total_steps} (total_steps)"
+    return ""
+
+
 def is_stopped(record: CommitRecord) -> bool:
     """No step follows `record`, until an operator has the run go on."""
     return record.order.stop_at is not None and record.step + 1 >= record.order.stop_at

@@ -16,7 +16,7 @@ from typing import Any
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
-from swarm.lifecycle.order import changed
+from swarm.lifecycle.order import changed, fault_of
 from swarm.lifecycle.record import Members, decide
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
@@ -114,12 +114,15 @@ class Coordinator:
         """An operator's word. Only who can run programs on this machine is one: the connection comes from here.
 
         Raises:
-            Refuse: it comes from elsewhere.
+            Refuse: it comes from elsewhere, or asks for what cannot be.
         """
         here = self._reign.context.advertise_host
         if remote != here and remote != "::1" and not remote.startswith("127."):
             raise Refuse("not_member", f"the run is operated from the machine of its coordinator, {here}, not from {remote}")
         num_commits = self.record.step + 1 if self.record is not None else 0
+        fault = fault_of(message, num_commits, self._config.total_steps)
+        if fault:
+            raise Refuse("bad_request", fault)
         self._order, text = changed(self._order, message, num_commits)
         logger.warning("operator: %s: %s", message.action, text)
         self.leasing.paused = self._is_paused
@@ -189,6 +192,7 @@ class Coordinator:
                 await self._or_set_back(self._end_step(step))
         self.leasing.finished = True
         self._reign.waiting_for = "nothing: the run is finished"
+        logger.info("the run is done: its %d steps have committed", self._config.total_steps)
         await self._reign.notify()
 
     async def survey(self) -> None:

@@ -94,6 +94,7 @@ class StagePeer:
         #: Told why a checkpoint could not be written.
         self.on_refused: Callable[[StorageError], None] = lambda error: None
         self._stopping = False
+        self._told_end = False
         self._target: int | None = None
         self._woken = asyncio.Event()
         self._take_up(self._compute_of(stage))
@@ -120,6 +121,7 @@ class StagePeer:
         self.member = StageMember(
             self.link, stage, compute, moments, self._executor, self._background, self._storage, self._tasks
         )
+        self.member.on_commit.append(self._note_end)
         if before is not None:
             self.member.succeed(before)
         self.meter = LoadMeter(self.member, self._free_bytes, self._flops_per_s)
@@ -133,6 +135,12 @@ class StagePeer:
         StateDonor(self.link, self.member)
         RestorePoints(self.link, self.member, self._state_dir, lambda *found: self.on_checked(*found))
         Checkpoints(self.link, self.member, self._tasks, self._state_dir, lambda error: self.on_refused(error))
+
+    def _note_end(self, record: m.CommitRecord) -> None:
+        """The peer stays, for whoever needs the last state; its operator is told once that the run does not need it."""
+        if record.step + 1 == self.context.config.total_steps and not self._told_end:
+            self._told_end = True
+            logger.info("the run is done; Ctrl-C to leave")
 
     def _status(self) -> m.StatusReply:
         member, served = self.member, self.micro_batches

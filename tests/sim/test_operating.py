@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from phases import committed, coordinator_of, until
@@ -63,6 +64,8 @@ def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
         simulation = Simulation(config, seed=32, state_dir=tmp_path)
         await simulation.start(peers_per_stage=2, trainers=1)
         await committed(simulation, 2)
+        with pytest.raises(Refuse, match=r"step 9 never comes: the run ends after step 8"):
+            await say(simulation, "stop", at_step=9)
         assert (await say(simulation, "stop", at_step=5)).text.startswith("the run stops after step 5")
         async with asyncio.timeout(60):
             await simulation.nodes["trainer0"].running
@@ -81,8 +84,13 @@ def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
     run_virtual(main())
 
 
-def test_a_stopped_run_goes_on_when_told():
+def test_a_stopped_run_goes_on_when_told(caplog):
+    """Only where it is done for good do its peers say that nobody needs them any more."""
     config = small_config(total_steps=6)
+    caplog.set_level(logging.INFO, "swarm")
+
+    def told():
+        return sum("the run is done; Ctrl-C to leave" in record.getMessage() for record in caplog.records)
 
     async def main():
         simulation = Simulation(config, seed=34)
@@ -91,10 +99,12 @@ def test_a_stopped_run_goes_on_when_told():
         await say(simulation, "stop")
         async with asyncio.timeout(60):
             await simulation.nodes["trainer0"].running
+        assert told() == 0
         await say(simulation, "resume")
         await simulation.add_trainer("trainer1")
         await simulation.finish()
         check(simulation)
+        assert told() == config.num_stages
         await simulation.close()
 
     run_virtual(main())

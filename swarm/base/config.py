@@ -107,9 +107,9 @@ class RunConfig(BaseModel):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
-    average_compression: Literal["none", "fp16", "bf16", "8bit", "int8", "powersgd", "cocktail"] = Field(
-        "none", description="averages on the wire; 8bit keeps more of small values, int8 is faster; powersgd sends thin "
-        "matrices, cocktail (mode local) the largest differences in 4 bits"
+    average_compression: Literal["none", "fp16", "bf16", "8bit", "int8", "uniform8", "powersgd", "cocktail"] = Field(
+        "none", description="averages on the wire; 8bit keeps more of small values, int8 is faster, uniform8 keeps sums; "
+        "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits"
     )
     powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")
     cocktail_top: float = Field(0.2, gt=0, le=1, description="part of a fragment's elements that cocktail sends")

@@ -17,6 +17,7 @@ import torch
 
 from swarm.averaging.all_reduce import Average, Round
 from swarm.averaging.compressors.choice import compressor_of
+from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
 from swarm.averaging.reduction import RoundFailed
 from swarm.base.errors import LinkError, RemoteError, SwarmError
@@ -387,6 +388,7 @@ class StageMember:
         average = await self._average_of(record)
         if average is None:
             return
+        self._report_lost(record)
 
         def adopt() -> None:
             """What this peer kept back of its contribution, if that is in the average."""
@@ -397,6 +399,14 @@ class StageMember:
 
         await self.advance(record, average.flat, adopt)
         self.last_averages.append((record.step, average))
+
+    def _report_lost(self, record: m.CommitRecord) -> None:
+        """What a compressor keeps back is private, so it goes with its peer."""
+        here = {x.key for x in record.members[self.stage]}
+        gone = [x for x in self.versions.newest.record.members[self.stage] if x.ready and x.key not in here]
+        if gone and not isinstance(self.compressor, Plain):
+            names = ", ".join(x.peer[:8] for x in gone)
+            logger.warning("step %d: what %s had not sent of earlier steps is lost with it", record.step, names)
 
     async def _average_of(self, record: m.CommitRecord) -> Average | None:
         """The average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""

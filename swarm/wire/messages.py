@@ -32,7 +32,7 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-Codec = Literal["raw", "fp16", "bf16", "8bit", "int8", "scaled16", "sparse4"]
+Codec = Literal["raw", "fp16", "bf16", "8bit", "int8", "scaled16", "uniform8", "sparse4"]
 
 PeerIdField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 IncarnationField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -78,6 +78,8 @@ class TensorSpec(Part):
             return n + 4 * math.ceil(n / BLOCK_SIZE)
         if self.codec == "scaled16":
             return 2 * n + 4 * math.ceil(n / BLOCK_SIZE)
+        if self.codec == "uniform8":
+            return n + 4 * 256 if n else 0
         if self.codec == "sparse4":
             kept = self.num_kept or 0
             return math.ceil(n / 8) + math.ceil(kept / 2) + 2 * math.ceil(kept / BUCKET_SIZE)

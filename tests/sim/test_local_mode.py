@@ -138,7 +138,7 @@ def test_every_step_commits_and_replicas_are_identical_under_random_faults(seed)
     assert [len(stage) for stage in run_checked(main())] == [1, 1, 1]
 
 
-def test_a_peer_that_leaves_takes_what_it_had_not_sent_with_it_and_the_run_goes_on():
+def test_a_peer_that_dies_takes_what_it_had_not_sent_with_it_and_the_run_goes_on(caplog):
     config = local_config(total_steps=8, **COCKTAIL)
 
     async def main():
@@ -157,3 +157,4 @@ def test_a_peer_that_leaves_takes_what_it_had_not_sent_with_it_and_the_run_goes_
     losses, found = run_virtual(main())
     assert len(losses) == 8
     assert all(len(stage) == 1 for stage in found), found
+    assert any("had not sent of earlier steps is lost with it" in x.getMessage() for x in caplog.records)

@@ -76,7 +76,9 @@ def test_every_codec_keeps_dtype_shape_and_error_bound(codec: str, dtype: torch.
         assert (error <= tensor.double().abs() * half.eps + half.smallest_normal).all()
 
 
-@pytest.mark.parametrize(("codec", "bound"), [("8bit", 0.014), ("int8", 0.0095), ("scaled16", 0.0003), ("bf16", 0.0018)])
+@pytest.mark.parametrize(
+    ("codec", "bound"), [("8bit", 0.014), ("int8", 0.0095), ("uniform8", 0.018), ("scaled16", 0.0003), ("bf16", 0.0018)]
+)
 def test_relative_error_on_normal_values_is_what_the_protocol_page_says(codec: str, bound: float) -> None:
     tensor = make((64, 1024), torch.float32)
     error = (round_trip(tensor, codec).double() - tensor.double()).norm() / tensor.double().norm()
@@ -102,13 +104,35 @@ def test_steps_equal_the_slow_twin(num_elements: int, seed: int, codec: str) -> 
         block = tensor[start : start + BLOCK_SIZE].numpy()
         top = np.abs(block).max()
         largest = np.float32(127 if codec == "int8" else 1)
-        scaled = block * (largest / top)
+        scaled = block * (np.float32(1) / top * largest)  # as torch divides a number by a tensor
         code = np.round(scaled) if codec == "int8" else scaled.astype(np.float16).astype(np.float32)
         expected.append(code * (top / largest))
     assert torch.equal(round_trip(tensor, codec), torch.from_numpy(np.concatenate(expected)))
 
 
-@pytest.mark.parametrize("codec", ["8bit", "int8", "scaled16"])
+def test_the_oracle_of_the_uniform_code() -> None:
+    """A relative error of 1.62 % on normal values, and the sum is kept."""
+    tensor = torch.randn(10**6, generator=torch.Generator().manual_seed(0))
+    decoded = round_trip(tensor, "uniform8")
+    assert float((decoded - tensor).norm() / tensor.norm()) == pytest.approx(0.0162, abs=0.0002)
+    assert float(decoded.double().sum()) == pytest.approx(float(tensor.double().sum()), abs=0.05)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 400), st.integers(0, 99), st.sampled_from([0.0, 1.0, 1e-20, 1e20]))
+def test_the_uniform_code_equals_its_slow_twin(num_elements: int, seed: int, scale: float) -> None:
+    """Bucket by bucket: each element becomes the mean of those with its code."""
+    values = (make((num_elements,), torch.float32, seed) * scale).double()
+    step = max(float(np.std(values.numpy())) * 6 / 256, 1e-300)
+    buckets: dict[int, list[float]] = {}
+    codes = [min(max(round(float(x) / step) + 128, 0), 255) for x in values]
+    for code, x in zip(codes, values, strict=True):
+        buckets.setdefault(code, []).append(float(x))
+    expected = torch.tensor([math.fsum(buckets[code]) / len(buckets[code]) for code in codes], dtype=torch.float64)
+    assert torch.allclose(round_trip(values.float(), "uniform8").double(), expected, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("codec", ["8bit", "int8", "scaled16", "uniform8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_block_without_finite_steps_is_refused(codec: str, value: float) -> None:
     tensor = make((BLOCK_SIZE * 2,), torch.float32)

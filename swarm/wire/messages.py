@@ -26,6 +26,8 @@ MAX_TENSORS = 4096
 MAX_MEMBERS = 4096
 MAX_TIES = 64
 MAX_PHASES = 64
+#: A sparse tensor takes 32 times its payload in memory.
+MAX_SPARSE_ELEMENTS = 2**22
 MAX_TICKETS = 65536
 
 DTYPE_BYTES = {
@@ -89,6 +91,8 @@ class TensorSpec(Part):
     def _floats_only(self) -> TensorSpec:
         if self.codec != "raw" and self.dtype not in ("float64", "float32", "float16", "bfloat16"):
             raise ValueError(f"codec {self.codec} is for floating tensors, not {self.dtype}")
+        if self.codec == "sparse4" and self.num_elements > MAX_SPARSE_ELEMENTS:
+            raise ValueError(f"{self.num_elements} elements are too many for a sparse code")
         if (self.codec == "sparse4") != (self.num_kept is not None) or (self.num_kept or 0) > self.num_elements:
             raise ValueError(f"{self.num_kept} of {self.num_elements} elements are kept in codec {self.codec}")
         return self

@@ -73,6 +73,11 @@ def test_a_payload_that_keeps_another_number_of_elements_is_refused() -> None:
         decode_tensor(spec, forged)
 
 
+def test_a_small_payload_cannot_ask_for_much_memory() -> None:
+    with pytest.raises(ValueError, match="too many for a sparse code"):
+        TensorSpec(name="x", dtype="float32", shape=(2**32,), codec="sparse4", num_kept=1)
+
+
 @pytest.mark.parametrize(("codec", "num_kept"), [("raw", 3), ("8bit", 0), ("sparse4", None), ("sparse4", 9)])
 def test_a_spec_says_how_many_are_kept_if_and_only_if_it_is_sparse(codec: str, num_kept: int | None) -> None:
     with pytest.raises(ValueError, match="elements are kept in codec"):

@@ -211,13 +211,25 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     for name, field in RunConfig.model_fields.items():
         if name in _COMPUTED_FIELDS:
             continue
-        words = [f"--{name.replace('_', '-')}"]
-        if name in _FIELD_ALIASES:
-            words.insert(0, _FIELD_ALIASES[name])
-        group.add_argument(*words, dest=_CONFIG_PREFIX + name, default=argparse.SUPPRESS, metavar=_metavar(name, field),
-                           help=_field_help(name, field))
+        group.add_argument(*_options_of(name), dest=_CONFIG_PREFIX + name, default=argparse.SUPPRESS,
+                           metavar=_metavar(name, field), help=_field_help(name, field))
     group.add_argument("--set", metavar="FIELD.KEY=VALUE", action="append", default=[], dest="nested",
                        help="one key of a nested field, such as timing.stall_s=5 or model_options.dropout=0.1")
+
+
+def _options_of(field: str) -> list[str]:
+    """How a field of `RunConfig` may be spelt, the preferred way first."""
+    return [*([_FIELD_ALIASES[field]] if field in _FIELD_ALIASES else []), f"--{field.replace('_', '-')}"]
+
+
+def as_typed(text: str, argv: Sequence[str]) -> str:
+    """`text` with the options of `argv` in the place of fields of `RunConfig`, where their names are no common words."""
+    typed = {_dashed(word).partition("=")[0] for word in argv}
+    for field in RunConfig.model_fields:
+        option = next((option for option in _options_of(field) if option in typed), None)
+        if option is not None and "_" in field:
+            text = re.sub(rf"\b{field}\b", option, text)
+    return text
 
 
 def _metavar(name: str, field: FieldInfo) -> str:

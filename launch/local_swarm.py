@@ -111,7 +111,8 @@ class LocalSwarm:
             await self._heavy.start()
             # What stages and trainers would refuse is told before anything is announced.
             num_devices, address = await _together(self._check(), self._start_backbone())
-            self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}",
+            here = f" --host {address.host}" if address.host in _LOOPBACK.values() else ""
+            self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}{here}",
                              address=str(address))
             await self._start_peers(num_devices)
             await self._until_trainers_are_done()
@@ -189,6 +190,8 @@ class LocalSwarm:
                 words += ["--metrics", str(plan.metrics)]
             starts.append(self._spawn(self._heavy, f"trainer-{index}", "launch_trainer", words))
         await asyncio.gather(*starts)
+        stages = ", ".join(f"{name} {row.pid}" for name, row in sorted(self._picture.rows.items()) if row.stage is not None)
+        self._view.event(f"stage processes and their pids: {stages}")
 
     async def _spawn(
         self, server: Children, name: str, program: str, words: Sequence[str], *, stage: int | None = None

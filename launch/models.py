@@ -80,6 +80,18 @@ def described(place: str) -> dict[str, Any]:
     return {"weights": Shards(source).stated_digests(), "weights_source": source.name if isinstance(source, Hub) else ""}
 
 
+def require_whole(place: str) -> None:
+    """See that a directory's weights, where it has any, are as long as their headers say; a hub's are not fetched for it.
+
+    Raises:
+        ConfigError: one line naming the file and what is wrong with it.
+    """
+    if Path(place).is_dir() and any(Path(place).glob("*.safetensors")):
+        shards = Shards(source_of(place))
+        for name in shards.names:
+            shards.entry(name)
+
+
 def tokenizer_in(place: str) -> str:
     """The directory with the model's tokenizer.
 

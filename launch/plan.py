@@ -17,6 +17,7 @@ from launch.arguments import (
     existing_path,
     size_bytes,
 )
+from launch.models import require_whole
 from launch.reports import NO_REPORTS, Reports
 from launch.run_files import build_config, read_run_file, with_model
 from launch.runner import main_of
@@ -97,8 +98,12 @@ def _size(num_bytes: int) -> str:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    overrides, _ = with_model(config_overrides(options))
+    overrides, place = with_model(config_overrides(options))
     run_file = read_run_file(options.run) if options.run is not None else None
+    if run_file is not None and "model" not in overrides:
+        place = run_file.paths.model
+    if place is not None:
+        require_whole(place)
     overrides, reason = with_stages(run_file, overrides, options.peer_memory)
     config = build_config(run_file, overrides)
     rows = plan_of(config)

@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from launch.arguments import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from launch.arguments import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, as_typed
 from launch.logs import configure_logging
 from launch.reports import NO_REPORTS, Reports
 from swarm.base.errors import ConfigError, SwarmError
@@ -57,7 +57,7 @@ def main_of(
         code, text = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         code, text = EXIT_FAILED, f"{type(error).__name__}: {error} (--log-level debug shows where)"
-    line = " ".join(text.split())
+    line = as_typed(" ".join(text.split()), words)
     _log.debug("failed", exc_info=True)
     print(f"{program}: {line}", file=sys.stderr, flush=True)
     reports.failed(line)

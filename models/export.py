@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from models.byte_tokenizer import write_byte_tokenizer
 from swarm.base.errors import StorageError
+from swarm.stage.tensor_file import save_file
 
 
 def write_model(
@@ -31,8 +32,6 @@ def write_model(
     Raises:
         StorageError: if the directory cannot be written.
     """
-    from safetensors.torch import save_file
-
     fields = config.to_dict()
     fields.update(architectures=[architecture], dtype=str(dtype).removeprefix("torch."))
     fields.pop("_attn_implementation", None)
@@ -40,7 +39,7 @@ def write_model(
     try:
         path.mkdir(parents=True, exist_ok=True)
         partial = path / "model.safetensors.partial"
-        save_file(dict(state), partial, metadata={"format": "pt"})
+        save_file(state, partial)
         os.replace(partial, path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
         if byte_tokenizer:

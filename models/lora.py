@@ -22,6 +22,7 @@ from models.quantized import Bits, QuantizedLinear
 from models.shards import Source
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
+from swarm.stage.tensor_file import save_file
 from swarm.wire.compression import bitsandbytes_functional
 
 ADAPTER = "default"
@@ -130,8 +131,6 @@ class LoraFactory:
             StorageError: if the directory cannot be written.
             ValueError: if a parameter is no adapter's, or one is missing.
         """
-        from safetensors.torch import save_file
-
         stages = [self.outline(stage) for stage in range(self.num_stages)]
         wanted = {name for module in stages for name, p in module.named_parameters() if p.requires_grad}
         if params.keys() != wanted:
@@ -144,7 +143,7 @@ class LoraFactory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             partial = path / "adapter_model.safetensors.partial"
-            save_file(tensors, partial, metadata={"format": "pt"})
+            save_file(tensors, partial)
             os.replace(partial, path / "adapter_model.safetensors")
             config = self._peft_config(self._targets)
             config.inference_mode = True

@@ -18,7 +18,7 @@ from swarm.base.ids import RunId
 class Timing(BaseModel):
     """Deadlines in seconds. `local`, `lan` and `wan` are presets; each field may be overridden."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     heartbeat_s: float = Field(0.5, gt=0, description="a server that still works says so this often")
     connect_s: float = Field(2.0, gt=0, description="a connection must stand within this time")
@@ -48,7 +48,7 @@ TIMING_PRESETS: dict[str, dict[str, float]] = {
 class Lora(BaseModel):
     """Adapters of low rank that are trained instead of the model (arXiv 2106.09685)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     r: int = Field(8, ge=1, le=4096, description="rank")
     alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied with alpha / r")
@@ -70,7 +70,7 @@ class Lora(BaseModel):
 class RunConfig(BaseModel):
     """One training job. The same on every peer; any change is another run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field("swarm", min_length=1, max_length=64, description="a name for people")
     model: str = Field(

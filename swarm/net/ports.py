@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from swarm.base.errors import ConfigError
@@ -49,7 +50,7 @@ def _resolve(host: str, port: int) -> tuple[int, tuple]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {Address(host, port)}: {error}") from None
+        raise ConfigError(f"cannot listen on {Address(host, port)}: {error}; --host names an address of this machine") from None
     return found[0][0], found[0][4]
 
 
@@ -69,5 +70,8 @@ def _bind(host: str, family: int, kind: socket.SocketKind, address: tuple) -> so
         sock.close()
         protocol = "TCP" if kind == socket.SOCK_STREAM else "UDP"
         where = f"{protocol} {Address(host, address[1])}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; choose another --port") from None
+        hint = "choose another --port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            hint = f"--host {host} is no address of this machine (0.0.0.0 is all that it has)"
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; {hint}") from None
     return sock

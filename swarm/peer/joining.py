@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
 
 from swarm.base.config import run_id_of
@@ -13,8 +14,12 @@ from swarm.net.transport import Transport
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Hello, RunInfo
 
+logger = logging.getLogger(__name__)
+
 #: Of several addresses each gets so long, in seconds, before the next is asked.
 ONE_OF_MANY_S = 3.0
+#: After so long without an answer, in seconds, the operator is told that it is waited for.
+TOLD_S = 2.0
 
 
 async def fetch_run(
@@ -31,6 +36,17 @@ async def fetch_run(
     Raises:
         ConfigError: nobody answers; names the first address and the time waited.
     """
+    loop = asyncio.get_running_loop()
+    telling = loop.call_later(
+        TOLD_S, logger.warning, "nobody answers at %s yet; trying for %g s in all", addresses[0], deadline_s
+    )
+    try:
+        return await _ask_in_turn(transport, addresses, run, deadline_s)
+    finally:
+        telling.cancel()
+
+
+async def _ask_in_turn(transport: Transport, addresses: Sequence[Address], run: RunId | None, deadline_s: float) -> RunInfo:
     loop = asyncio.get_running_loop()
     began = loop.time()
     last: Exception | None = None

@@ -19,13 +19,14 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
+from swarm.stage.tensor_file import save_file
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -159,7 +160,7 @@ def write_checkpoint(
         digests = {}
         for name, flats in parts.items():  # one after another: each is a copy of its tensors
             tensors = {key: value for prefix, flat in flats.items() for key, value in _named(*flat, prefix).items()}
-            save_file(tensors, partial / f"{name}.safetensors", metadata={"format": "pt"})
+            save_file(tensors, partial / f"{name}.safetensors")
             digests[name] = digest_of(tensors[key] for key in sorted(tensors))
             del tensors
         meta = {

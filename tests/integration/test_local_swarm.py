@@ -138,7 +138,7 @@ def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--stages", 7], "num_stages 7"), (["--model", "nonsense"], "nonsense"), (["--port", "{taken}"], "{taken}"),
+        (["--stages", 7], "--stages 7"), (["--model", "nonsense"], "nonsense"), (["--port", "{taken}"], "{taken}"),
         (["--device", "cuda:7"], "--device cuda:7"),
     ],
 )

@@ -114,7 +114,12 @@ def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused(capsys: pytes
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--learning-rate", "-1"], "learning_rate"),
+        (["--learning-rate", "-1"], "--learning-rate"),
+        (["--learning_rate=nan"], "--learning-rate: Input should be a finite number"),
+        (["--stages", "0"], "--stages: "),
+        (["--num-stages", "0"], "--num-stages: "),
+        (["--set", "num_stages=0"], "num_stages: "),
+        (["--target-batch-size", "65"], "--target-batch-size 65 is not a multiple of micro_batch_size 8"),
         (["--compression", "9bit"], "compression"),
         (["--seed", "x"], "seed"),
         (["--timing", "moon"], "moon"),
@@ -126,7 +131,7 @@ def test_a_batch_that_is_no_multiple_of_the_micro_batch_is_refused(capsys: pytes
         (["--device", "cpu", "--offload-optimizer"], "--offload-optimizer"),
         (["--memory-limit", "4XB"], "4XB"),
         (["--port", "70000"], "70000"),
-        (["--min-peers-per-stage", "9"], "min_peers_per_stage"),
+        (["--min-peers-per-stage", "9"], "--min-peers-per-stage"),
         (["--metrics", "/no/such/m.jsonl"], "/no/such/m.jsonl"),
     ],
 )

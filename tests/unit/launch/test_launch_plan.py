@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from launch import plan
 from launch.local import parse, resolve_plan
@@ -46,3 +49,21 @@ def test_a_local_swarm_is_planned_alike() -> None:
     assert config.num_stages == 3
     with pytest.raises(ConfigError, match="--peer-memory SIZE"):
         resolve_plan(parse(["--stages", "auto"]))
+
+
+def test_a_model_whose_weights_are_cut_short_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64,
+              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    argv = ["--model", str(tmp_path), "--stages", "2"]
+    assert plan.main(argv) == 0, "a plan needs no weights"
+    weights = tmp_path / "model.safetensors"
+    save_file({"model.norm.weight": torch.zeros(16)}, weights)
+    assert plan.main(argv) == 0
+    weights.write_bytes(weights.read_bytes()[:-1])
+    capsys.readouterr()
+    assert plan.main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"plan_run: {weights}: is truncated")
+    (tmp_path / "run.toml").write_text(f'model = "{tmp_path}"\nnum_stages = 2\n')
+    assert plan.main(["--run", str(tmp_path / "run.toml")]) == 2
+    assert plan.main(["--run", str(tmp_path / "run.toml"), "--model", "llama-tiny"]) == 0

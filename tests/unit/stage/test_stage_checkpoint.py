@@ -188,6 +188,16 @@ def test_nothing_partial_remains(tmp_path: Path) -> None:
     assert names == ["checkpoint.json", "optimizer.safetensors", "parameters.safetensors", "step-00000020"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_may_be_read_by_whom_the_umask_says(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        directory = write(tmp_path, 0, 20)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o666 & ~umask}
+
+
 def test_a_directory_appears_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a reader, or a process killed at any of these moments, would find."""
     write(tmp_path, 0, 20)

@@ -25,6 +25,7 @@ from launch.models import vocab_size_of
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of, run_peer
 from launch.step_lines import step_text
+from launch.ticket_files import TicketFiles
 
 if TYPE_CHECKING:
     from swarm.peer.reports import Evaluation, StepReport
@@ -81,8 +82,10 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         feed = open_feed(
             context.config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=vocab_size_of(context.config)
         )
+        tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
         trainer = Trainer(context, feed=feed, num_steps=options.steps, in_flight=options.in_flight, on_step=on_step,
-                          on_evaluation=on_evaluation, on_waiting=on_waiting)
+                          on_evaluation=on_evaluation, on_waiting=on_waiting,
+                          on_ticket=None if tickets is None else tickets.append)
         return trainer, lambda: announce(PROGRAM, argv, context, "data", announcer, reports)
 
     try:

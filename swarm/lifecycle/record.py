@@ -54,6 +54,12 @@ def is_checkpoint_due(config: RunConfig, record: CommitRecord) -> bool:
     return regular or record.order.paused or is_stopped(record)
 
 
+def is_replayable(config: RunConfig, step: int) -> bool:
+    """The tickets of `step` use parameters that stay known: the initial ones, or those of a regular checkpoint."""
+    base, every = config.base_step(step), config.checkpoint_every
+    return config.mode == "sync" and (base == 0 or (every > 0 and base % every == 0))
+
+
 def checkpoint_writers(config: RunConfig, record: CommitRecord, stage: int) -> tuple[Member, ...]:
     """The members of `stage` that write it."""
     return tuple(x for x in record.members[stage] if x.ready)[: config.checkpoint_copies]

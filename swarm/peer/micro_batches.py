@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.lifecycle.micro_batch import MICRO_BATCH
 from swarm.lifecycle.step import Entry
@@ -21,9 +21,10 @@ from swarm.peer.load import LoadMeter
 from swarm.peer.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
-from swarm.stage.device import Added, Device, Outgoing, Payload
+from swarm.stage.device import Added, Device, Outgoing, Payload, Told
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tensors
+from swarm.stage.norms import gradient_norms, norm_of
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
 from swarm.wire import messages as m
@@ -45,6 +46,8 @@ class _Work:
     transfer_s: float = 0.0
     num_bytes: int = 0
     reserved_bytes: int = 0
+    #: What the trainer asked to be told: by the names of `Norms`, on the device.
+    norms: Tensors = field(default_factory=dict)
 
     def move(self, event: str) -> None:
         self.phase = MICRO_BATCH.next(self.phase, event)
@@ -176,8 +179,8 @@ class MicroBatchServer:
         backward = await self._executor.run(
             lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
         )
-        answer, added = backward.value
-        await self._device.complete(sent, answer, added)
+        answer, added, told = backward.value
+        await self._device.complete(sent, answer, added, told)
         work.forward_s, work.backward_s = sent.seconds or forward.run_s, added.seconds or backward.run_s
         work.queue_s += backward.queue_s
         self._note(work, sent.payload, below, answer.payload)
@@ -190,7 +193,7 @@ class MicroBatchServer:
         hop = m.Hop(
             stage=message.stage, peer=member.me.peer, accumulated=verdict != "denied", queue_s=work.queue_s,
             forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
-            num_bytes=work.num_bytes, recomputed=activation.recomputed,
+            num_bytes=work.num_bytes, recomputed=activation.recomputed, norms=m.Norms(**told.values) if told.values else None,
         )  # fmt: skip
         return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
 
@@ -215,6 +218,8 @@ class MicroBatchServer:
             else:
                 keep = False
         outputs = {} if compute.last else activation.outputs or {}
+        if work.message.with_norms and (norm := norm_of(outputs.values())) is not None:
+            work.norms["output"] = norm
         sent = device.send({name: t.detach() for name, t in outputs.items()}, self._codec, "input")
         if not keep:
             activation.outputs = None
@@ -222,7 +227,7 @@ class MicroBatchServer:
 
     def _backward_job(
         self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
-    ) -> tuple[Outgoing, Added]:
+    ) -> tuple[Outgoing, Added, Told]:
         """Backward, claim, ledger and sum as one job: nothing comes between them."""
         device = self._device
         device.begin()
@@ -233,11 +238,13 @@ class MicroBatchServer:
             gradients, entry = device.receive(below.frame, "grad"), Entry(below.trained.tokens, 0.0)
         result = self._compute.backward(activation, gradients)
         answer = device.send(result.inputs, self._codec, "grad")
+        if work.message.with_norms:
+            work.norms |= gradient_norms(result, loss_scale=activation.version.record.loss_scale)
         added = device.add(
             accumulator, work.message.ticket.index, result.parameters,
             loss_scale=activation.version.record.loss_scale, entry=entry,
         )  # fmt: skip
-        return answer, added
+        return answer, added, device.tell(work.norms)
 
     async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:
         message = work.message
@@ -252,7 +259,7 @@ class MicroBatchServer:
         def request(route: m.Route) -> m.Train:
             return m.Train(
                 run=message.run, mode=message.mode, ticket=message.ticket, head=message.head, stage=message.stage + 1,
-                route=route, tensors=tensors,
+                route=route, tensors=tensors, with_norms=message.with_norms,
             )  # fmt: skip
 
         result = await call_stage(

@@ -37,7 +37,7 @@ class Passes:
 
     async def train(
         self, ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer], downstream: dict[int, str],
-        avoid: frozenset[str],
+        avoid: frozenset[str], *, with_norms: bool = False,
     ) -> m.Trained:  # fmt: skip
         """Forward and backward.
 
@@ -46,11 +46,12 @@ class Passes:
             tensors, buffers: its samples.
             downstream: who served each stage in the last try; asked first, and brought up to date.
             avoid: peers that are asked last.
+            with_norms: the stages tell the norms of what they compute.
 
         Raises:
             RemoteError: nobody could take it; the wiring knows who failed.
         """
-        route, result = await self._one("train", ticket, head, tensors, buffers, downstream, avoid)
+        route, result = await self._one("train", ticket, head, tensors, buffers, downstream, avoid, with_norms or None)
         self.wiring.observe(route, result.trained.hops, _num_samples(tensors))
         self._round_trips.add(result.seconds, result.trained.hops)
         return result.trained
@@ -66,7 +67,7 @@ class Passes:
 
     async def _one(
         self, mode: Literal["train", "eval"], ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer],
-        downstream: dict[int, str], avoid: frozenset[str],
+        downstream: dict[int, str], avoid: frozenset[str], with_norms: bool | None = None,
     ) -> tuple[m.Route, HopResult]:  # fmt: skip
         loop = asyncio.get_running_loop()
         context, num_samples = self._link.context, _num_samples(tensors)
@@ -76,7 +77,10 @@ class Passes:
         downstream.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
 
         def request(remaining: m.Route) -> m.Train:
-            return m.Train(run=context.run, mode=mode, ticket=ticket, head=head, stage=0, route=remaining, tensors=tensors)
+            return m.Train(
+                run=context.run, mode=mode, ticket=ticket, head=head, stage=0, route=remaining, tensors=tensors,
+                with_norms=with_norms,
+            )  # fmt: skip
 
         def failed(stage: int, peer: str, waited_s: float) -> None:
             self.wiring.failed(stage, peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)

@@ -88,6 +88,26 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class TicketReport:
+    """What the swarm made of one ticket that can be computed again from a checkpoint."""
+
+    run: str
+    ticket: Ticket
+    head: str
+    trained: m.Trained
+
+    def json_line(self) -> dict[str, Any]:
+        """`step` counts from 1, as in the metrics of steps."""
+        return {
+            "step": self.ticket.step + 1, "index": self.ticket.index, "run": self.run, "head": self.head,
+            "loss_sum": self.trained.loss_sum, "tokens": self.trained.tokens,
+            "stages": [
+                {"peer": hop.peer, **(hop.norms.model_dump() if hop.norms is not None else {})} for hop in self.trained.hops
+            ],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Mean loss in nats per token on the held-out samples, at the head after `step` commits."""
 

@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 from swarm.base.errors import LinkError, RemoteError, RemoteRefused, SwarmError
 from swarm.base.ids import Ticket
+from swarm.lifecycle.record import is_replayable
 from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.passes import Passes
-from swarm.peer.reports import Evaluation, FeedLike, StepReport, payload_of
+from swarm.peer.reports import Evaluation, FeedLike, StepReport, TicketReport, payload_of
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.peer.wiring import Wiring
@@ -61,6 +62,7 @@ class Trainer:
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
         on_waiting: Callable[[str], None] = lambda reason: None,
+        on_ticket: Callable[[TicketReport], None] | None = None,
     ) -> None:
         self.context = context
         self.config = context.config
@@ -69,6 +71,8 @@ class Trainer:
         self._on_step = on_step
         self._on_evaluation = on_evaluation
         self._on_waiting = on_waiting
+        #: Wants to know of tickets that can be computed again.
+        self._on_ticket = on_ticket
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=1)
@@ -352,7 +356,8 @@ class Trainer:
             try:
                 avoid = self._avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
                 head = self._head_for(ticket.step)
-                trained = await self._passes.train(ticket, head, tensors, buffers, downstream, avoid)
+                is_recorded = self._on_ticket is not None and is_replayable(self.config, ticket.step)
+                trained = await self._passes.train(ticket, head, tensors, buffers, downstream, avoid, with_norms=is_recorded)
                 if trained.overflow and ticket not in self._avoid:
                     # What others make of it tells whether the ticket or one of these peers is to blame.
                     self._avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
@@ -360,6 +365,8 @@ class Trainer:
                     logger.warning("ticket %s: not finite on its way through %s; asking others", tuple(ticket), through)
                     downstream.clear()
                     continue
+                if self._on_ticket is not None and is_recorded:
+                    self._on_ticket(TicketReport(self.context.run, ticket, head, trained))
                 return all(hop.accumulated for hop in trained.hops)
             except RemoteRefused as refused:
                 if refused.code in ("ahead", "stale"):

@@ -104,26 +104,33 @@ class StageCheckpoint:
             StorageError: if a file is damaged, or is that of another model.
         """
 
-        def flat(
-            tensors: dict[str, torch.Tensor], prefix: str = "", layout: Layout = moments.layout, where: str = device
-        ) -> torch.Tensor:
-            try:
-                named = [tensors[prefix + name] for name in layout.names]
-                dtypes = {t.dtype for t in named}
-                if len(dtypes) > 1:
-                    raise ValueError("tensors of several dtypes")
-                return layout.flatten(named, dtype=named[0].dtype if named else torch.float32, device=where)
-            except (KeyError, ValueError, RuntimeError, AssertionError) as error:
-                raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
-
-        found = self.moments()
+        found, own = self.moments(), moments.layout
         optimizer = OptimizerState({
-            name: flat(found, f"{name}/", layout, str(moments.home)) for name, (_, layout) in moments.entries.items()
+            name: self._flat(found, layout, str(moments.home), f"{name}/")
+            for name, (_, layout) in moments.entries.items()
         }, self.num_updates)  # fmt: skip
         previous = None
         if self.previous is not None:
-            previous = make_version(self.previous, moments.layout, flat(self._load("previous")), dtype)
-        return StageState(make_version(record, moments.layout, flat(self.parameters()), dtype), optimizer, previous)
+            previous = make_version(self.previous, own, self._flat(self._load("previous"), own, device), dtype)
+        return StageState(make_version(record, own, self.masters(own, device=device), dtype), optimizer, previous)
+
+    def masters(self, layout: Layout, *, device: str) -> torch.Tensor:
+        """The parameters, flat [N].
+
+        Raises:
+            StorageError: as `state`.
+        """
+        return self._flat(self.parameters(), layout, device)
+
+    def _flat(self, tensors: dict[str, torch.Tensor], layout: Layout, device: str, prefix: str = "") -> torch.Tensor:
+        try:
+            named = [tensors[prefix + name] for name in layout.names]
+            dtypes = {t.dtype for t in named}
+            if len(dtypes) > 1:
+                raise ValueError("tensors of several dtypes")
+            return layout.flatten(named, dtype=named[0].dtype if named else torch.float32, device=device)
+        except (KeyError, ValueError, RuntimeError, AssertionError) as error:
+            raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
 
 
 def _identity(file: Path) -> tuple[int, int]:

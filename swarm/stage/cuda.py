@@ -11,14 +11,14 @@ flight: requests by the transport's admission, answers by the number of requests
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator
-from swarm.stage.device import Added, Device, Outgoing, Role, Transfer, entry_of
+from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, entry_of
 from swarm.stage.executor import Priority, ThreadExecutor
 from swarm.stage.kernels import all_within
 from swarm.stage.module import Tensors
@@ -172,15 +172,22 @@ class CudaDevice(Device):
         is_valid = all_within(gradients, LARGEST, self._device)
         known = entry if isinstance(entry, Entry) else None
         told = [] if isinstance(entry, Entry) else [entry["tokens"], entry["loss_sum"].detach()]
-        host = torch.empty(1 + len(told), dtype=torch.float64, pin_memory=True)
-        device = torch.stack([t.double().reshape(()) for t in (is_valid, *told)])
+        numbers = _DeviceNumbers(*self._download_numbers([is_valid, *told]), known)
+        marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale)
+        return _AddedLater(marked, numbers, self._began, _event_on(self._compute, timed=True))
+
+    def _download_numbers(self, numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Single numbers as fp64 in pinned memory, there once the event is done."""
+        host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+        device = torch.stack([t.double().reshape(()) for t in numbers])
         self._downloads.wait_event(_event_on(self._compute))
         with torch.cuda.stream(self._downloads):
             host.copy_(device, non_blocking=True)
         device.record_stream(self._downloads)
-        numbers = _DeviceNumbers(host, known, _event_on(self._downloads))
-        marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale)
-        return _AddedLater(marked, numbers, self._began, _event_on(self._compute, timed=True))
+        return host, _event_on(self._downloads)
+
+    def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
+        return _ToldLater(tuple(numbers), *self._download_numbers(list(numbers.values()))) if numbers else Told({})
 
     async def complete(self, *transfers: Transfer) -> None:
         def wait() -> None:
@@ -247,7 +254,7 @@ class _Download(Outgoing):
 class _DeviceNumbers:
     """Read once their event is done."""
 
-    def __init__(self, host: torch.Tensor, known: Entry | None, done: torch.cuda.Event) -> None:
+    def __init__(self, host: torch.Tensor, done: torch.cuda.Event, known: Entry | None) -> None:
         self._host = host
         self._known = known
         self._done = done
@@ -265,6 +272,18 @@ class _DeviceNumbers:
     @property
     def entry(self) -> Entry:
         return self._known or entry_of(*map(float, self._host[1:]))
+
+
+class _ToldLater(Told):
+    def __init__(self, names: tuple[str, ...], host: torch.Tensor, done: torch.cuda.Event) -> None:
+        super().__init__({})
+        self._names = names
+        self._host = host
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.synchronize()
+        self.values = dict(zip(self._names, self._host.tolist(), strict=True))
 
 
 class _AddedLater(Added):

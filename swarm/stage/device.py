@@ -8,7 +8,7 @@ A CPU has its results at once. A CUDA device (`cuda.py`) computes later than its
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,6 +82,13 @@ class Added(Transfer):
         return "accumulated" if self._numbers.is_finite else "overflow"
 
 
+class Told(Transfer):
+    """Numbers that the device has computed, by name."""
+
+    def __init__(self, values: dict[str, float]) -> None:
+        self.values = values
+
+
 class Device(abc.ABC):
     """Where a stage computes. `receive`, `send` and `add` run in jobs of the compute thread."""
 
@@ -110,6 +117,10 @@ class Device(abc.ABC):
         entry: Entry | Tensors,
     ) -> Added:  # fmt: skip
         """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output."""
+
+    @abc.abstractmethod
+    def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
+        """Begin to bring single numbers to the host."""
 
     @abc.abstractmethod
     async def complete(self, *transfers: Transfer) -> None:
@@ -161,6 +172,9 @@ class HostDevice(Device):
             entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
         verdict = accumulator.add(index, entry, list(gradients), loss_scale=loss_scale)
         return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"))
+
+    def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
+        return Told({name: float(number) for name, number in numbers.items()})
 
     async def complete(self, *transfers: Transfer) -> None:
         """They were complete when they began."""

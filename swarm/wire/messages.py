@@ -243,6 +243,20 @@ class CommitRecord(Part):
         return self.head < other.head
 
 
+class Norms(Part):
+    """Euclidean norms of what one stage computed for a micro-batch, as it was before it was coded for the wire.
+
+    None where there is no such thing, or where it is not finite.
+    """
+
+    #: Of its outputs; the last stage has the loss.
+    output: float | None = None
+    #: Of its inputs' gradients.
+    gradient: float | None = None
+    #: Of its parameters' gradients, without the loss scale.
+    parameters: float | None = None
+
+
 class Hop(Part):
     """What one stage did for a micro-batch; times in seconds, bytes as sent on the wire."""
 
@@ -257,6 +271,8 @@ class Hop(Part):
     recomputed: bool = False
     #: Candidates of this stage that failed before this peer, with the reason.
     failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], FailFast(), Field(max_length=64)] = ()
+    #: If the request asked for them.
+    norms: Norms | None = None
 
 
 Route = Annotated[tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=64)], ...], FailFast(), Field(max_length=1024)]
@@ -370,6 +386,8 @@ class Train(Message):
     head: DigestField
     stage: StageField
     route: Route
+    #: Every stage tells the norms of what it computes.
+    with_norms: bool | None = None
 
 
 class Trained(Message):

@@ -1,0 +1,25 @@
+"""Norms of what a stage computes for one micro-batch: what is recorded of it, and compared when it is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from swarm.stage.compute import Gradients
+from swarm.stage.module import Tensors
+
+
+def norm_of(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """0-d fp64 on their device, which is not waited for: of all floating ones as one vector; None if there is none."""
+    norms = [
+        torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+        for tensor in tensors if tensor is not None and tensor.is_floating_point()
+    ]  # fmt: skip
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
+
+
+def gradient_norms(gradients: Gradients, *, loss_scale: float) -> Tensors:
+    """`gradient` of the inputs and `parameters`, as far as there are any; `gradients` are multiplied with `loss_scale`."""
+    found = {"gradient": norm_of(gradients.inputs.values()), "parameters": norm_of(gradients.parameters)}
+    return {name: norm / loss_scale for name, norm in found.items() if norm is not None}

@@ -1,0 +1,112 @@
+"""One ticket again, stage after stage in one process, with what crosses a boundary coded as on the wire.
+
+Holds one stage at a time: each is made twice, for the way forward and for the way back. Owns the computation and where it
+parts from another one; must not know files or the swarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swarm.base.ids import Ticket
+from swarm.stage.compute import StageCompute
+from swarm.stage.device import tamed
+from swarm.stage.module import Tensors
+from swarm.stage.norms import gradient_norms, norm_of
+from swarm.stage.versions import Version
+from swarm.wire.compression import all_finite, decode_tensor, encode_tensor
+from swarm.wire.messages import Codec
+
+#: What a stage is told to have computed, in the order in which a micro-batch does.
+FORWARD, BACKWARD = ("output",), ("parameters", "gradient")
+#: A ticket's norms, by stage and name.
+Norms = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one ticket comes to here."""
+
+    norms: list[dict[str, float]]
+    loss_sum: float
+    tokens: int
+
+
+def replay(
+    make: Callable[[int], tuple[StageCompute, Version]], num_stages: int, ticket: Ticket, inputs: Tensors, labels: Tensors, *,
+    codec: Codec,
+) -> Replayed:  # fmt: skip
+    """Forward and backward of one micro-batch.
+
+    Args:
+        make: a stage, and the version that the ticket uses.
+        num_stages: of the model.
+        ticket: seeds dropout.
+        inputs, labels: of the micro-batch, on the stages' device.
+        codec: of what crosses a boundary.
+    """
+    norms: list[dict[str, torch.Tensor]] = [{} for _ in range(num_stages)]
+    received = [inputs]
+    for stage in range(num_stages - 1):
+        compute, version = make(stage)
+        outputs = compute.forward(version, ticket, received[stage], None, keep_graph=False).outputs or {}
+        norm = norm_of(outputs.values())
+        norms[stage] = {} if norm is None else {"output": norm}
+        received.append(_over_the_wire(outputs, codec))
+    gradients: Tensors | None = None
+    loss_sum, tokens = 0.0, 0
+    for stage in reversed(range(num_stages)):
+        compute, version = make(stage)
+        activation = compute.forward(version, ticket, received[stage], labels if compute.last else None, keep_graph=True)
+        if compute.last:
+            outputs = activation.outputs or {}
+            loss_sum, tokens = float(outputs["loss_sum"].detach()), int(outputs["tokens"])
+        result = compute.backward(activation, gradients)
+        norms[stage] |= gradient_norms(result, loss_scale=version.record.loss_scale)
+        gradients = _over_the_wire(result.inputs, codec)
+    return Replayed([{name: float(norm) for name, norm in each.items()} for each in norms], loss_sum, tokens)
+
+
+def _over_the_wire(tensors: Tensors, codec: Codec) -> Tensors:
+    """As the next stage gets them."""
+    arrived = {}
+    for name, tensor in tensors.items():
+        spec, buffer = encode_tensor(name, tensor.detach(), codec if all_finite(tensor) else "raw", "input")
+        arrived[name] = tamed(decode_tensor(spec, buffer, tensor.device))
+    return arrived
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first norm that two computations of one ticket do not agree on."""
+
+    stage: int
+    name: str
+
+
+def first_parting(recorded: Norms, here: Norms, losses: tuple[float, float], *, tolerance: float) -> Parting | None:
+    """In the order in which a micro-batch computes: outputs, the loss, then gradients from the last stage on.
+
+    Args:
+        recorded, here: two computations' norms.
+        losses: their losses; what the last stage is judged by on the way forward.
+        tolerance: relative.
+    """
+    last = len(recorded) - 1
+    way = [(stage, name) for stage in range(last) for name in FORWARD]
+    way += [(last, "loss"), *((stage, name) for stage in reversed(range(last + 1)) for name in BACKWARD)]
+    for stage, name in way:
+        pair = losses if name == "loss" else (recorded[stage].get(name), here[stage].get(name))
+        if not agree(*pair, tolerance=tolerance):
+            return Parting(stage, name)
+    return None
+
+
+def agree(one: float | None, other: float | None, *, tolerance: float) -> bool:
+    """Within a relative `tolerance`; both may be nothing."""
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))

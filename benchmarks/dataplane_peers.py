@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import torch
 
@@ -97,26 +97,37 @@ def receive(sock: socket.socket, view: memoryview) -> None:
 # ---------------------------------------------------------------------------------------------------- clients
 
 
+async def _in_turns(
+    transport: HttpTransport, call: Callable[[], Awaitable[None]], in_flight: int, goes_on: Deadline
+) -> list[float]:
+    """Seconds of every call; each of `in_flight` workers calls while `goes_on(its calls so far)`."""
+    seconds: list[float] = []
+
+    async def work() -> None:
+        num_done = 0
+        while goes_on(num_done):
+            began = time.perf_counter()
+            await call()
+            seconds.append(time.perf_counter() - began)
+            num_done += 1
+
+    try:
+        await asyncio.gather(*(work() for _ in range(in_flight)))
+    finally:
+        await transport.close()
+    return seconds
+
+
 def call_swarm(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
-    """Seconds of every call; each worker calls while `goes_on(its calls so far)`."""
+    """See `_in_turns`."""
 
     async def main() -> list[float]:
-        transport = HttpTransport()
-        frame, address, seconds = raw_frame(kind, size), Address("127.0.0.1", port), []
+        transport, frame, address = HttpTransport(), raw_frame(kind, size), Address("127.0.0.1", port)
 
-        async def work() -> None:
-            num_done = 0
-            while goes_on(num_done):
-                began = time.perf_counter()
-                await transport.call(address, frame, stall_s=STALL_S)
-                seconds.append(time.perf_counter() - began)
-                num_done += 1
+        async def call() -> None:
+            await transport.call(address, frame, stall_s=STALL_S)
 
-        try:
-            await asyncio.gather(*(work() for _ in range(in_flight)))
-        finally:
-            await transport.close()
-        return seconds
+        return await _in_turns(transport, call, in_flight, goes_on)
 
     return asyncio.run(main())
 
@@ -126,26 +137,19 @@ def call_swarm_8bit(port: int, kind: str, size: int, in_flight: int, goes_on: De
 
     async def main() -> list[float]:
         transport, executor, device = HttpTransport(), ThreadExecutor(), HostDevice()
-        tensor, address, seconds = torch.randn(size // 4), Address("127.0.0.1", port), []
+        tensor, address = torch.randn(size // 4), Address("127.0.0.1", port)
 
-        async def work() -> None:
-            num_done = 0
-            while goes_on(num_done):
-                began = time.perf_counter()
-                sent = await executor.run(lambda: device.send({kind: tensor}, "8bit", "input"), Priority.FORWARD)
-                (spec, buffer), = sent.value.payload
-                reply = await transport.call(address, Frame(StateChunk(tensors=(spec,)), (buffer,)), stall_s=STALL_S)
-                if kind == "echo":
-                    await executor.run(lambda reply=reply: device.receive(reply, "input"), Priority.BACKWARD)
-                seconds.append(time.perf_counter() - began)
-                num_done += 1
+        async def call() -> None:
+            sent = await executor.run(lambda: device.send({kind: tensor}, "8bit", "input"), Priority.FORWARD)
+            ((spec, buffer),) = sent.value.payload
+            reply = await transport.call(address, Frame(StateChunk(tensors=(spec,)), (buffer,)), stall_s=STALL_S)
+            if kind == "echo":
+                await executor.run(lambda: device.receive(reply, "input"), Priority.BACKWARD)
 
         try:
-            await asyncio.gather(*(work() for _ in range(in_flight)))
+            return await _in_turns(transport, call, in_flight, goes_on)
         finally:
-            await transport.close()
             executor.close()
-        return seconds
 
     return asyncio.run(main())
 

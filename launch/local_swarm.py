@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,11 +29,11 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
 from swarm.feed.dotted import is_dotted
+from swarm.peer.link import together
 
 if TYPE_CHECKING:
     from swarm.net.transport import Transport
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 #: The run's verbatim configuration, in its state directory.
@@ -110,7 +110,7 @@ class LocalSwarm:
         try:
             await self._heavy.start()
             # What stages and trainers would refuse is told before anything is announced.
-            num_devices, address = await _together(self._check(), self._start_backbone())
+            num_devices, address = await together(self._check(), self._start_backbone())
             here = f" --host {address.host}" if address.host in _LOOPBACK.values() else ""
             self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}{here}",
                              address=str(address))
@@ -371,18 +371,6 @@ class LocalSwarm:
         fault = self._kept.fault(self._step["step"] if self._step else 0, newest)
         if fault:
             raise SwarmError(f"{fault}; see {self._plan.log_dir}")
-
-
-async def _together(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
-    """Both at once; the first failure ends the other and is raised."""
-    tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

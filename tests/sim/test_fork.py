@@ -9,15 +9,13 @@ import pytest
 import torch
 from phases import committed
 from simulation import Simulation
-from test_llama import llama_config
+from test_llama import llama_config, plain_loop
 
 from launch.recut import main as recut
 from models.registry import factory_of
 from swarm.base.config import parse_config_bytes
-from swarm.base.ids import Ticket
 from swarm.base.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
-from swarm.policy.schedule import learning_rate
 from swarm.stage.checkpoint import find_complete
 
 OLD = {"precision": "fp64", "total_steps": 8, "checkpoint_every": 2, "checkpoint_copies": 1, "lr_schedule": "constant"}
@@ -26,32 +24,7 @@ OLD = {"precision": "fp64", "total_steps": 8, "checkpoint_every": 2, "checkpoint
 def plain_losses(*parts):
     """One process that trains by one configuration after another: (configuration, first step, end)."""
     torch.set_num_threads(1)
-    model = factory_of(parts[0][0]).build_whole().double()
-    config = parts[0][0]
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=(config.beta1, config.beta2), eps=config.epsilon, weight_decay=config.weight_decay
-    )
-    losses = []
-    for config, first, end in parts:
-        feed = open_feed(config, None, None, None)
-        for step in range(first, end):
-            optimizer.zero_grad()
-            loss_sum, tokens = 0.0, 0
-            for index in range(config.tickets_per_step):
-                batch = feed.batch(Ticket(step, index))
-                inputs = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
-                outputs = model(inputs, {n: torch.from_numpy(a) for n, a in batch.labels.items()})
-                outputs["loss_sum"].backward()
-                loss_sum += float(outputs["loss_sum"].detach())
-                tokens += int(outputs["tokens"])
-            for parameter in model.parameters():
-                parameter.grad /= tokens
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step)
-            optimizer.step()
-            losses.append(loss_sum / tokens)
-    return losses
+    return plain_loop(*parts)[0]
 
 
 def of(config, state_dir):

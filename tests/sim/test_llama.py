@@ -26,8 +26,16 @@ def llama_config(**changes):
     return RunConfig(**{**base, **changes})
 
 
-def plain_loop(config, feed):
-    """One process, the whole model, torch's own AdamW and clip_grad_norm_."""
+def plain_loop(*parts):
+    """One process, the whole model, torch's own AdamW and clip_grad_norm_.
+
+    Args:
+        parts: (configuration, first step, end), one after another; the first one's model, precision and optimizer.
+
+    Returns:
+        Losses and parameters.
+    """
+    config = parts[0][0]
     model = factory_of(config).build_whole()
     if config.precision == "fp64":
         model = model.double()
@@ -36,25 +44,41 @@ def plain_loop(config, feed):
         weight_decay=config.weight_decay,
     )  # fmt: skip
     losses = []
-    for step in range(config.total_steps):
-        optimizer.zero_grad()
-        loss_sum, tokens = 0.0, 0
-        for index in range(config.tickets_per_step):
-            batch = feed.batch(Ticket(step, index))
-            inputs = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
-            labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}
-            outputs = model(inputs, labels)
-            outputs["loss_sum"].backward()
-            loss_sum += float(outputs["loss_sum"].detach())
-            tokens += int(outputs["tokens"])
-        for parameter in model.parameters():
-            parameter.grad /= tokens
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        optimizer.step()
-        losses.append(loss_sum / tokens)
+    for config, first, end in parts:
+        feed = open_feed(config, None, None, None)
+        for step in range(first, end):
+            optimizer.zero_grad()
+            loss_sum, tokens = 0.0, 0
+            for index in range(config.tickets_per_step):
+                batch = feed.batch(Ticket(step, index))
+                inputs = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
+                labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}
+                outputs = model(inputs, labels)
+                outputs["loss_sum"].backward()
+                loss_sum += float(outputs["loss_sum"].detach())
+                tokens += int(outputs["tokens"])
+            for parameter in model.parameters():
+                parameter.grad /= tokens
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(config, step)
+            optimizer.step()
+            losses.append(loss_sum / tokens)
     return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def evaluations_of(config, feed, state_dir):
+    """What the trainer of a whole run evaluated; checkpoints are in `state_dir`."""
+
+    async def main():
+        simulation = Simulation(config, seed=2, factory=factory_of(config), feed=feed, state_dir=state_dir)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await simulation.finish()
+        evaluations = list(simulation.nodes["trainer0"].evaluations)
+        await simulation.close()
+        return evaluations
+
+    return run_virtual(main())
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-8)])
@@ -63,7 +87,7 @@ def test_same_as_one_process_for_a_llama_on_real_text(precision, tolerance):
     torch.set_num_threads(1)
     config = llama_config(precision=precision, total_steps=20)
     feed = open_feed(config, None, None, None)
-    losses, parameters = plain_loop(config, feed)
+    losses, parameters = plain_loop((config, 0, config.total_steps))
 
     async def main():
         simulation = Simulation(config, seed=1, factory=factory_of(config), feed=feed)
@@ -95,16 +119,7 @@ def test_an_exported_run_loads_with_transformers_and_evaluates_alike(tmp_path):
     torch.set_num_threads(1)
     config = llama_config(total_steps=4, eval_samples=24, precision="fp32")
     feed = open_feed(config, None, None, None)
-
-    async def main():
-        simulation = Simulation(config, seed=2, factory=factory_of(config), feed=feed, state_dir=tmp_path)
-        await simulation.start(peers_per_stage=2, trainers=1)
-        await simulation.finish()
-        evaluations = list(simulation.nodes["trainer0"].evaluations)
-        await simulation.close()
-        return evaluations
-
-    (evaluation,) = run_virtual(main())
+    (evaluation,) = evaluations_of(config, feed, tmp_path)
     assert evaluation.step == config.total_steps
     checkpoints = find_complete([tmp_path])
     assert [c.record.head for c in checkpoints] == [evaluation.head] * 3
@@ -130,16 +145,7 @@ def test_the_checkpoint_of_the_lowest_evaluation_is_kept(tmp_path):
         learning_rate=0.3, warmup_steps=3,
     )  # fmt: skip
     feed = open_feed(config, None, None, None)
-
-    async def main():
-        simulation = Simulation(config, seed=2, factory=factory_of(config), feed=feed, state_dir=tmp_path)
-        await simulation.start(peers_per_stage=2, trainers=1)
-        await simulation.finish()
-        evaluations = list(simulation.nodes["trainer0"].evaluations)
-        await simulation.close()
-        return evaluations
-
-    evaluations = run_virtual(main())
+    evaluations = evaluations_of(config, feed, tmp_path)
     assert [e.step for e in evaluations] == [1, 2, 3, 4, 5, 6]
     best = min(evaluations, key=lambda e: e.loss)
     assert best.step < 6, "or the newest is the best, which is kept anyhow"

@@ -1,19 +1,31 @@
-"""hivemind's DecentralizedAverager for `allreduce.py`: peers as processes on loopback, timed without matchmaking.
+"""hivemind's DecentralizedAverager for `allreduce.py` and `recovery.py`: peers as processes on loopback, without matchmaking.
 
-Runs under an interpreter of its own that has hivemind, prints one JSON object, and is started by `benchmarks/allreduce.py`.
-Each round is matched first (`require_trigger`); the clock runs from the trigger to the last peer's result.
+Runs under an interpreter of its own that has hivemind, prints one JSON object, and is started by one of these scripts.
+Each round is matched first (`require_trigger`); the clock runs from the trigger to the last peer's result, or from the kill
+of one peer in the midst of a round to each survivor's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from process_cpu import tree_of
+
 COMPRESSIONS = {"none": "NoCompression", "fp16": "Float16Compression", "8bit": "Uniform8BitQuantization"}
+
+
+#: A survivor that has not said anything this long after its own deadline hangs.
+SLACK_S = 10.0
+LOCK_S = 2.0
 
 
 def peer(options: dict[str, Any]) -> None:
@@ -49,9 +61,14 @@ def peer(options: dict[str, Any]) -> None:
                 outcome = f"averaged with {len(group)}" if group else "no group"
             except Exception as error:
                 outcome = f"{type(error).__name__}: {error}"
-            with averager.get_tensors() as tensors:
-                sample = [float(x) for x in tensors[0][:: max(1, options["elements"] // 1000)]]
-            print(json.dumps({"outcome": outcome, "sample": sample}), flush=True)
+            ended = time.monotonic()
+            is_free = averager.lock_averaged_tensors.acquire(timeout=LOCK_S)  # what `get_tensors` waits for, for ever
+            sample = [float(x) for x in averager._averaged_tensors[0][:: max(1, options["elements"] // 1000)]]
+            if is_free:
+                averager.lock_averaged_tensors.release()
+            else:
+                outcome = f"tensors stay locked after {outcome}"
+            print(json.dumps({"outcome": outcome, "sample": sample, "at": ended}), flush=True)
     averager.shutdown()
     dht.shutdown()
 
@@ -77,49 +94,115 @@ def cpu_of(roots: list[int]) -> float:
     return total
 
 
-def measure(options: dict[str, Any]) -> list[dict[str, float]]:
-    processes: list[subprocess.Popen[str]] = []
-    initial: list[str] = []
+class Peers:
+    """The processes of one group."""
 
-    def answers() -> list[Any]:
-        return [json.loads(process.stdout.readline()) for process in processes]  # type: ignore[union-attr]
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
 
-    def tell(what: str) -> None:
-        for process in processes:
-            process.stdin.write(what + "\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self.processes]
 
-    try:
+    def start(self, options: dict[str, Any]) -> None:
+        initial: list[str] = []
         for index in range(options["peers"]):
             own = {**options, "index": index, "initial": initial}
-            processes.append(subprocess.Popen(
+            self.processes.append(subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, json.dumps(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, text=True,
             ))  # fmt: skip
-            addresses = json.loads(processes[-1].stdout.readline())  # type: ignore[union-attr]
+            addresses = self.answer(index)
             initial = initial or addresses
-        rounds = []
-        for _ in range(options["rounds"]):
-            tell("match")
-            answers()
-            roots = [process.pid for process in processes]
-            cpu, began = cpu_of(roots), time.monotonic()
-            tell("go")
-            results = answers()
-            rounds.append({
-                "seconds": time.monotonic() - began, "cpu_s": cpu_of(roots) - cpu,
-                "averaged": all(r["outcome"] == f"averaged with {options['peers']}" for r in results),
-                "outcomes": sorted({r["outcome"] for r in results}),
-            })  # fmt: skip
-        return rounds
-    finally:
-        for process in processes:
-            process.stdin.close()  # type: ignore[union-attr]
-        for process in processes:
+
+    def answer(self, index: int) -> Any:
+        return json.loads(self.processes[index].stdout.readline())  # type: ignore[union-attr]
+
+    def answers(self) -> list[Any]:
+        return [self.answer(index) for index in range(len(self.processes))]
+
+    def answers_by(self, until: float) -> list[Any]:
+        """None of those that have none by then."""
+        found = []
+        for index, process in enumerate(self.processes):
+            can_be_read = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]
+            found.append(self.answer(index) if can_be_read else None)
+        return found
+
+    def tell(self, what: str) -> None:
+        for process in self.processes:
+            process.stdin.write(what + "\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+
+    def kill_last(self) -> float:
+        """SIGKILL to a peer and all its helpers, as when its machine dies; returns when."""
+        process = self.processes.pop()
+        tree, now = tree_of(process.pid), time.monotonic()
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        return now
+
+    def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
+        for process in self.processes:
             try:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@contextlib.contextmanager
+def started(options: dict[str, Any]) -> Iterator[Peers]:
+    peers = Peers()
+    try:
+        peers.start(options)
+        yield peers
+    finally:
+        peers.close()
+
+
+def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """`rounds` rounds that nobody disturbs."""
+    with started(options) as peers:
+        return [one_round(peers, options) for _ in range(options["rounds"])]
+
+
+def one_round(peers: Peers, options: dict[str, Any]) -> dict[str, Any]:
+    peers.tell("match")
+    peers.answers()
+    cpu, began = cpu_of(peers.pids), time.monotonic()
+    peers.tell("go")
+    results = peers.answers()
+    return {
+        "seconds": time.monotonic() - began, "cpu_s": cpu_of(peers.pids) - cpu,
+        "averaged": all(r["outcome"] == f"averaged with {options['peers']}" for r in results),
+        "outcomes": sorted({r["outcome"] for r in results}),
+    }  # fmt: skip
+
+
+def disturbed(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """One peer is killed after each of `parts` of a round's usual time (0: before it is triggered), in groups of their own."""
+    kills = []
+    for part in options["parts"]:
+        with started(options) as peers:
+            usual_s = [one_round(peers, options)["seconds"] for _ in range(3)][-1]
+            peers.tell("match")
+            peers.answers()
+            if part:
+                peers.tell("go")
+                time.sleep(part * usual_s)
+            killed_at = peers.kill_last()
+            if not part:
+                peers.tell("go")
+            survivors = peers.answers_by(killed_at + options["deadline_s"] + SLACK_S)
+        for survivor in filter(None, survivors):
+            survivor["seconds"] = survivor.pop("at") - killed_at
+        kills.append({"part": part, "usual_s": usual_s, "survivors": survivors})
+    return kills
 
 
 if __name__ == "__main__":
@@ -127,4 +210,4 @@ if __name__ == "__main__":
     if "index" in given:
         peer(given)
     else:
-        print(json.dumps(measure(given)))
+        print(json.dumps(disturbed(given) if "parts" in given else measure(given)))

@@ -306,7 +306,7 @@ def draw(outcomes: Sequence[Outcome], rows: Sequence[dict[str, Any]]) -> Any:
 
 QUICK = {
     "size": "tiny", "tokens": 8 * 64 * 24, "sequence": 64, "inner_steps": [2, 6], "eval_samples": 16, "eval_every": 8 * 64 * 6,
-    "warmup_tokens": 8 * 64 * 2, "within_s": 100, "name": "convergence_quick",
+    "warmup_tokens": 8 * 64 * 2, "cores_per_job": 1, "within_s": 170, "name": "convergence_quick",
 }  # fmt: skip
 
 

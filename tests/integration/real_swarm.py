@@ -75,8 +75,8 @@ class RealSwarm:
         for index in range(trainers):
             await self.spawn(f"trainer-{index}", "trainer", *(["--metrics", self.metrics] if index == 0 else []))
 
-    async def spawn(self, name: str, role: str, *words: object) -> Child:
-        """Start `name`, for the first time or again with the same state directory."""
+    async def spawn(self, name: str, role: str, *words: object, entry: str | None = None) -> Child:
+        """Start `name`, for the first time or again with the same state directory; `entry` in place of the launcher."""
         argv = ["--host", "127.0.0.1", "--port", "0", "--state-dir", str(self.state_root / name), *map(str, words)]
         argv += ["--run", str(self._run_file)] if role == "backbone" else ["--join", str(await self.serving("backbone"))]
         if role == "stage":
@@ -87,7 +87,7 @@ class RealSwarm:
         self._num_started += 1
         life = f"{name}.{self._num_started}"
         self._serving[name] = asyncio.get_running_loop().create_future()
-        child = await self._children.spawn(life, f"launch.{role}:main", argv, title=f"launch_{role} {' '.join(argv)}")
+        child = await self._children.spawn(life, entry or f"launch.{role}:main", argv, title=f"launch_{role} {' '.join(argv)}")
         self.children[name] = child
         return child
 

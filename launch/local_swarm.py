@@ -110,7 +110,8 @@ class LocalSwarm:
         try:
             await self._heavy.start()
             # What stages and trainers would refuse is told before anything is announced.
-            num_devices, address = await together(self._check(), self._start_backbone())
+            found: list[Any] = await together(self._check(), self._start_backbone())
+            num_devices, address = found
             here = f" --host {address.host}" if address.host in _LOOPBACK.values() else ""
             self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}{here}",
                              address=str(address))

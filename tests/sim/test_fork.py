@@ -100,7 +100,7 @@ def test_a_fork_with_another_batch_and_learning_rate_goes_on_with_the_next_sampl
     [
         ([], "nothing is changed"),
         (["--seed", "3"], "model and seed stay"),
-        (["--stages", "9"], "num_stages 9"),
+        (["--stages", "9"], "--stages 9"),
         (["--steps", "4"], "give it more with --steps"),
         (["--target-batch-size", "128"], "before the end of the first batch of 128"),
         (["--set", "model_options.hidden_size=16"], "does not fit the checkpoint"),

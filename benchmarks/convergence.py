@@ -20,19 +20,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from report import machine, publish
+from report import machine, publish, redraw
 
 from launch.status import ask
 from swarm.base.config import RunConfig, parse_config
@@ -44,6 +43,7 @@ from swarm.wire.messages import StatusReply
 
 ROOT = Path(__file__).parent.parent
 NUM_STAGES = 2
+TITLE = "Validation loss and bytes"
 ASK_EVERY_S = 1.0
 ASK_TIMEOUT_S = 5.0
 SIZES: dict[str, dict[str, int]] = {
@@ -288,20 +288,17 @@ def facts_of(outcomes: Sequence[Outcome], skipped: Sequence[str], options: argpa
     return facts
 
 
-def draw(outcomes: Sequence[Outcome], rows: Sequence[dict[str, Any]]) -> Any:
-    def on(figure: Any) -> None:
-        curves, costs = figure.subplots(1, 2, width_ratios=(3, 2))
-        for outcome, colour in zip(outcomes, itertools.cycle(f"C{i}" for i in range(10)), strict=False):
-            curves.plot(*zip(*outcome.curve, strict=True), ".-", color=colour, label=outcome.variant.name, lw=1)
-            row = next(row for row in rows if row["variant"] == outcome.variant.name)
-            if outcome.peers and row["% from single"] != "-":
-                costs.plot(row["B/token of averages"], row["% from single"], "o", color=colour, label=outcome.variant.name)
-        curves.set(xlabel="tokens", ylabel="validation loss, nats per token")
-        curves.legend(fontsize=7)
-        costs.set(xlabel="bytes of averages per peer and token", ylabel="% from the single process's loss", xscale="log")
-        costs.axhline(0, color="0.6", lw=1)
-
-    return on
+def draw(figure: Any, result: Mapping[str, Any]) -> None:
+    curves, costs = figure.subplots(1, 2, width_ratios=(3, 2))
+    for index, row in enumerate(result["tables"][TITLE]):
+        name, colour = row["variant"], f"C{index % 10}"
+        curves.plot(*zip(*result["details"][name]["validation"], strict=True), ".-", color=colour, label=name, lw=1)
+        if "-" not in (row["B/token of averages"], row["% from single"]):
+            costs.plot(row["B/token of averages"], row["% from single"], "o", color=colour, label=name)
+    curves.set(xlabel="tokens", ylabel="validation loss, nats per token")
+    curves.legend(fontsize=7)
+    costs.set(xlabel="bytes of averages per peer and token", ylabel="% from the single process's loss", xscale="log")
+    costs.axhline(0, color="0.6", lw=1)
 
 
 QUICK = {
@@ -332,6 +329,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--inner-steps", type=int, nargs=2, default=[20, 100], metavar="H", help="of DiLoCo (default: 20 100)")
     parser.add_argument("--device", default="cpu", help="of stages and of the single process (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="only shows that everything works")
+    parser.add_argument("--redraw", action="store_true", help="only draw the plot again, from the JSON")
     parser.add_argument("--name", default="convergence", help="of the result files (default: convergence)")
     if "--quick" in sys.argv:
         parser.set_defaults(**QUICK)
@@ -353,6 +351,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    if options.redraw:
+        redraw(options.name, draw)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
     known, outcomes, skipped = variants_of(options), [], []
     facts = machine()
@@ -375,7 +376,11 @@ def main() -> int:
         } for x in outcomes
     }  # fmt: skip
     facts |= facts_of(outcomes, skipped, options)
-    publish(options.name, facts=facts, tables={"Validation loss and bytes": rows}, details=details, draw=draw(shown, rows))
+    tables = {TITLE: rows}
+    publish(
+        options.name, facts=facts, tables=tables, details=details,
+        draw=lambda figure: draw(figure, {"tables": tables, "details": details}),
+    )  # fmt: skip
     return 0 if all(x.is_done and not x.failure for x in outcomes) else 1
 
 

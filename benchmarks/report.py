@@ -81,6 +81,20 @@ def publish(name: str, *, facts: Mapping[str, Any], tables: Mapping[str, Sequenc
         _plot(RESULTS / f"{name}.png", draw)
 
 
+def redraw(name: str, draw: Callable[[Any, Mapping[str, Any]], None]) -> None:
+    """Write `results/<name>.png` from the JSON beside it, which a machine without matplotlib has made.
+
+    Args:
+        name: of the result files.
+        draw: draws the result on a matplotlib figure.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: run the benchmark first")
+    result = json.loads(path.read_text())
+    _plot(path.with_suffix(".png"), lambda figure: draw(figure, result))
+
+
 def _plot(path: Path, draw: Callable[[Any], None]) -> None:
     try:
         from matplotlib.figure import Figure

@@ -45,6 +45,7 @@ ROOT = Path(__file__).parent.parent
 NUM_STAGES = 2
 TITLE = "Validation loss and bytes"
 ASK_EVERY_S = 1.0
+LAST_ASK_EVERY_S = 0.1
 ASK_TIMEOUT_S = 5.0
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -176,8 +177,11 @@ async def ask_on(backbone: Address, outcome: Outcome, last: asyncio.Event) -> No
     transport = HttpTransport(connect_s=ASK_TIMEOUT_S)
     try:
         while not outcome.peers or any(x.step < outcome.config.total_steps for x in outcome.peers.values()):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(last.wait(), ASK_EVERY_S)
+            if last.is_set():  # a wait that is over would not see that this task is cancelled
+                await asyncio.sleep(LAST_ASK_EVERY_S)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(last.wait(), ASK_EVERY_S)
             with contextlib.suppress(SwarmError):
                 first = await ask(transport, backbone, timeout_s=ASK_TIMEOUT_S)
                 addresses = [Address(x.host, x.port) for members in first.stages for x in members]

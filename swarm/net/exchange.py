@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 #: A transfer moves if it brings at least this many bytes in any `window_s`.
 MOVING_BYTES = 16 * 2**10
 MOVING_WINDOW_S = 30.0
+#: What is larger is no heartbeat: its bytes are movement.
+MAX_HEARTBEAT_BYTES = 4096
 #: Frames are written in pieces of this size; shorter runs of small tensors are joined.
 CHUNK_BYTES = 256 * 2**10
 _SMALL_BYTES = 16 * 2**10

@@ -55,6 +55,7 @@ class HttpTransport(Transport):
             header_s: a connection that has not sent complete HTTP headers within this time is dropped.
             moving_s: a transfer that brings less than 16 KiB in this time is dropped.
         """
+        super().__init__()
         self._address = Address(host, port)
         self._sock = sock
         self._moving_s = moving_s
@@ -93,7 +94,7 @@ class HttpTransport(Transport):
             self._sock = bind_tcp(*self._address)
         self._address = Address(self._address.host, self._sock.getsockname()[1])
         self._server = HttpServer(
-            handler, self._admission, self._limits, allocate=lambda n: self.allocate(n)
+            handler, self._admission, self._limits, allocate=lambda n: self.allocate(n), served=self.served
         )
         await self._server.start(self._sock)
 

@@ -12,12 +12,10 @@ from collections.abc import Callable
 import aiohttp
 
 from swarm.base.errors import RemoteProtocolError
-from swarm.net.exchange import Patience
+from swarm.net.exchange import MAX_HEARTBEAT_BYTES, Patience
 from swarm.net.transport import Progress, pageable
 from swarm.wire.framing import PREFIX, Frame, Prefix, decode_header, decode_prefix, split_body
 from swarm.wire.messages import Heartbeat
-
-MAX_HEARTBEAT_BYTES = 4096
 
 
 class Body:

@@ -17,6 +17,7 @@ from aiohttp import HttpVersion11, web
 
 from swarm.base.errors import RemoteProtocolError
 from swarm.net.exchange import (
+    MAX_HEARTBEAT_BYTES,
     MOVING_BYTES,
     Admission,
     Patience,
@@ -73,11 +74,13 @@ class HttpServer:
 
     def __init__(
         self, handler: Handler, admission: Admission, limits: ServerLimits, *, allocate: Callable[[int], memoryview],
+        served: Progress,
     ) -> None:  # fmt: skip
         self._handler = handler
         self._admission = admission
         self._limits = limits
         self._allocate = allocate
+        self._served = served
         self._listener: asyncio.Server | None = None
         self._callers = _Callers(self._serve, limits)
         self._serving: dict[asyncio.Task[Any], None] = {}
@@ -131,7 +134,7 @@ class HttpServer:
         """
         num_bytes = self._admit(request)
         try:
-            progress = Progress((request.remote or "").removeprefix("::ffff:"))
+            progress = Progress((request.remote or "").removeprefix("::ffff:"), among=self._served)
             patience = Patience(stall_s=self._limits.moving_s, window_s=self._limits.moving_s)
             reader = FrameReader(
                 Body(request.content), patience, progress, max_body_bytes=self._admission.max_body_bytes,
@@ -147,7 +150,7 @@ class HttpServer:
                     await reply.beat(progress.count)
 
             work = asyncio.create_task(self._work(reader, num_bytes, received, progress))
-            await reply.end(await beat_until_done(work, self._limits.heartbeat_s, beat))
+            await reply.end(await beat_until_done(work, self._limits.heartbeat_s, beat), moved=progress.moved)
         finally:
             self._admission.release(num_bytes)
 
@@ -272,8 +275,12 @@ class _Reply:
         await self.response.prepare(self._request)
         await self._write(parts_of(Frame(Heartbeat(counter=counter))))
 
-    async def end(self, parts: Sequence[memoryview], *, status: int = 200) -> None:
+    async def end(
+        self, parts: Sequence[memoryview], *, status: int = 200, moved: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         """Write the result. A `status` other than 200 is told if no heartbeat has left before, and ends the connection.
+
+        `moved` is told of the bytes that have left, if there are more than a heartbeat's.
 
         Raises:
             TimeoutError: if the caller takes less than 16 KiB in `moving_s`.
@@ -286,13 +293,15 @@ class _Reply:
             # The library joins each chunk with its frame, but not plain bytes.
             self.response.content_length = sum(len(part) for part in parts)
         await self.response.prepare(self._request)
-        await self._write(parts)
+        await self._write(parts, moved if sum(len(part) for part in parts) > MAX_HEARTBEAT_BYTES else None)
         async with asyncio.timeout(self._moving_s):
             await self.response.write_eof()
         if status != 200 and self._request.transport is not None and self._request.transport.can_write_eof():
             self._request.transport.write_eof()
 
-    async def _write(self, parts: Sequence[memoryview]) -> None:
+    async def _write(self, parts: Sequence[memoryview], moved: Callable[[int], None] | None = None) -> None:
         for chunk in chunks_of(parts):
             async with asyncio.timeout(self._moving_s * (1 + len(chunk) / MOVING_BYTES)):
                 await self.response.write(chunk)
+            if moved is not None:
+                moved(len(chunk))

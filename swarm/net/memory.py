@@ -23,6 +23,7 @@ from typing import Any
 from swarm.base.errors import ConfigError, LinkBroken, RemoteProtocolError, Unreachable
 from swarm.base.ids import Address
 from swarm.net.exchange import (
+    MAX_HEARTBEAT_BYTES,
     Admission,
     Patience,
     answer,
@@ -331,6 +332,8 @@ class MemoryNetwork:
             await self._passable(source, target)
             if target not in self._paused:
                 exchange.moved(piece)
+                if num_bytes > MAX_HEARTBEAT_BYTES:
+                    exchange.server.served.moved(piece)
             if is_limited:
                 sender.num_sent += piece
                 receiver.num_received += piece
@@ -389,6 +392,7 @@ class MemoryTransport(Transport):
         max_inflight_bytes: int = 2 * MAX_BODY_BYTES,
         max_open_requests: int = 1024,
     ) -> None:
+        super().__init__()
         self._network = network
         self._address = address
         self._connect_s = connect_s

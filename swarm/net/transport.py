@@ -18,8 +18,10 @@ from swarm.wire.framing import Frame
 class Progress:
     """Counts what a served request has done; heartbeats carry `count` to the caller, who waits while it advances."""
 
-    def __init__(self, remote: str = "") -> None:
+    def __init__(self, remote: str = "", *, among: Progress | None = None) -> None:
         self._own = 0
+        #: Counts the bytes of this request too.
+        self._among = among
         self._sources: list[Callable[[], int]] = []
         #: Bytes that `moved` has counted.
         self.num_bytes = 0
@@ -34,6 +36,8 @@ class Progress:
         """Bytes of a message moved; heartbeats are no movement."""
         self.num_bytes += num_bytes
         self.advance()
+        if self._among is not None:
+            self._among.moved(num_bytes)
 
     def follow(self, source: Callable[[], int]) -> None:
         """Count `source()` too (a monotone counter, such as an executor's finished jobs)."""
@@ -58,6 +62,11 @@ class Transport(abc.ABC):
 
     #: Gives writable memory for a body that comes in: a peer whose device copies from pinned memory sets its own.
     allocate: Callable[[int], memoryview] = staticmethod(pageable)
+
+    def __init__(self) -> None:
+        #: Bytes of the large requests that this peer serves, as they come in and as their answers leave: a handler that
+        #: waits for what others send follows it.
+        self.served = Progress()
 
     @abc.abstractmethod
     def carried(self) -> tuple[int, int]:

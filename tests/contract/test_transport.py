@@ -243,6 +243,22 @@ def test_a_followed_counter_is_told_to_the_caller(world: HttpWorld) -> None:
     world.run(main)
 
 
+def test_a_server_counts_the_bytes_of_large_requests_and_answers_that_it_serves(world: HttpWorld) -> None:
+    """What a handler that waits for others' requests follows; heartbeats and short requests are no movement."""
+    async def main() -> None:
+        server, client = await world.transport(), await world.transport()
+        for _ in range(50):
+            await client.call(server.address, Frame(Ack()), stall_s=PATIENT_S)
+        assert server.served.count == 0
+        frame = tensor_frame(2**20)
+        await client.call(server.address, frame, stall_s=PATIENT_S)
+        assert await settled(lambda: server.served.num_bytes >= 2 * 2**20)
+        assert server.served.num_bytes < 2 * 2**20 + 2 * 4096
+        assert client.served.num_bytes == 0
+
+    world.run(main)
+
+
 def test_a_hung_handler_behind_a_lively_loop_is_stalled_within_the_bound(world: HttpWorld) -> None:
     async def main() -> None:
         server, client = await world.transport(forever), await world.transport()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,48 +137,90 @@ def time_of(reducers: Sequence[Reducer], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one sealed member said of its link in bytes per second (None: not measured yet), and whether it computes."""
+    """What one peer said of its link in bytes per second (None: not measured yet), and what it takes part in."""
 
     name: str
     upload: float | None
     download: float | None
+    #: Its sealed ledger holds tickets.
     computes: bool = True
+    #: It is no member: it has nothing to average and only reduces.
+    is_auxiliary: bool = False
 
 
-def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = None) -> tuple[tuple[float, ...], str]:
-    """The shares of the next round: by bandwidth where that is worth it, else equal ones; and why.
-
-    A member that has not been measured is taken for a middling one. `previous` are the shares of the same members' last
-    round: they stay unless new ones are faster by `WORTH`.
-    """
-    equal = tuple([1.0 / len(reports)] * len(reports))
-    known_up = [r.upload for r in reports if r.upload is not None]
-    known_down = [r.download for r in reports if r.download is not None]
-    if len(reports) < 3:
-        return equal, "equal: two members send the same whatever they reduce"
+def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Reducer] | None:
+    """As they were measured; who was not is taken for a middling one of `members`. None if none of these was."""
+    known_up = [r.upload for r in members if r.upload is not None]
+    known_down = [r.download for r in members if r.download is not None]
     if not known_up or not known_down:
-        return equal, "equal: no bandwidth has been measured"
+        return None
     middle_up, middle_down = statistics.median(known_up), statistics.median(known_down)
-    reducers = [
+    return [
         Reducer(
             upload=middle_up if r.upload is None else r.upload,
-            download=middle_down if r.download is None else r.download, computes=r.computes,
+            download=middle_down if r.download is None else r.download,
+            computes=r.computes and not r.is_auxiliary, receives=not r.is_auxiliary,
         )
         for r in reports
     ]  # fmt: skip
+
+
+def choose_auxiliaries(
+    members: Sequence[Report], offers: Sequence[Report], *, most: int, before: Collection[str] = ()
+) -> tuple[tuple[int, ...], str]:
+    """Which of the `offers` should help the members, at most so many; and why.
+
+    The fastest come first, each only if it makes rounds faster by `WORTH`; those of the round before, by half of that.
+    """
+    if not offers:
+        return (), "none: nobody offers to help"
+    if len(members) < 3:
+        return (), "none: two members send the same whoever reduces"
+    reducers, known = _reducers(offers, members), _reducers(members, members)
+    if reducers is None or known is None:
+        return (), "none: no bandwidth of a member has been measured"
+    used: list[int] = []
+    time = alone = best_time(known)
+    for i in sorted(range(len(offers)), key=lambda i: -min(reducers[i].upload, reducers[i].download))[:most]:
+        helped = best_time([*known, reducers[i]])
+        if time <= helped * (1.0 + (WORTH / 2 if offers[i].name in before else WORTH)):
+            break
+        known, time = [*known, reducers[i]], helped
+        used.append(i)
+    if not used:
+        return (), f"none: no offer makes a round faster by {WORTH:.0%}"
+    names = ", ".join(offers[i].name for i in used)
+    return tuple(used), f"{names}: rounds are {alone / time:.2f} x as fast as without"
+
+
+def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = None) -> tuple[tuple[float, ...], str]:
+    """The shares of the next round: by bandwidth where that is worth it, else equal ones of the members; and why.
+
+    A member that has not been measured is taken for a middling one. `previous` are the shares of the same peers' last
+    round: they stay unless new ones are faster by `WORTH`.
+    """
+    members = [r for r in reports if not r.is_auxiliary]
+    equal = tuple(0.0 if r.is_auxiliary else 1.0 / len(members) for r in reports)
+    if len(members) < 3:
+        return equal, "equal: two members send the same whatever they reduce"
+    reducers = _reducers(reports, members)
+    if reducers is None:
+        return equal, "equal: no bandwidth has been measured"
     best = best_shares(reducers)
     if previous is not None and time_of(reducers, previous) <= best.time * (1.0 + WORTH):
-        return tuple(previous), "as before: no others are faster by more than " f"{WORTH:.0%}"
+        return tuple(previous), f"as before: no others are faster by more than {WORTH:.0%}"
     gain = time_of(reducers, equal) / best.time
     if gain <= 1.0 + WORTH:
         return equal, f"equal: by bandwidth the round would be {gain:.2f} x faster"
     slowest = min(range(len(reports)), key=lambda i: min(reducers[i].upload, reducers[i].download))
     slow = min(reducers[slowest].upload, reducers[slowest].download)
     unknown = sum(r.upload is None or r.download is None for r in reports)
+    helped = sum(weight for weight, r in zip(best.weights, reports, strict=True) if r.is_auxiliary)
     return best.weights, (
         f"by bandwidth: {gain:.2f} x faster than equal ones; the slowest is {reports[slowest].name} with "
-        f"{slow / 1e6:.3g} MB/s" + (f"; {unknown} not measured" if unknown else "")
-    )
+        f"{slow / 1e6:.3g} MB/s" + (f"; auxiliaries reduce {helped:.0%}" if helped else "")
+        + (f"; {unknown} not measured" if unknown else "")
+    )  # fmt: skip
 
 
 def hagenbach_bischoff(total: int, weights: Sequence[float]) -> list[int]:

@@ -21,6 +21,7 @@ from swarm.policy.shares import (
     best_shares,
     best_time,
     bounds,
+    choose_auxiliaries,
     choose_shares,
     hagenbach_bischoff,
     time_of,
@@ -224,3 +225,62 @@ def test_a_member_with_an_empty_ledger_sends_less_so_it_reduces_more() -> None:
     busy = [Report(f"peer{i}", 10e6, 100e6) for i in range(3)]
     weights, _ = choose_shares([*busy, Report("peer3", 10e6, 100e6, computes=False)])
     assert weights == pytest.approx([2 / 11] * 3 + [5 / 11])
+
+
+# ---------------------------------------------------------------------------------------------------- auxiliaries
+
+
+def offers(*bandwidths: float | None) -> list[Report]:
+    return [Report(f"auxiliary{i}", b, b, is_auxiliary=True) for i, b in enumerate(bandwidths)]
+
+
+FOUR = reports(*[100e6] * 4)
+
+
+@pytest.mark.parametrize(("bandwidth", "gain", "part"), [(1000e6, 1.5, 1.0), (200e6, 1.25, 0.6)])
+def test_an_auxiliary_makes_rounds_as_fast_as_dedloc_says(bandwidth: float, gain: float, part: float) -> None:
+    """A parameter server, and a hybrid of it and an all-reduce."""
+    used, reason = choose_auxiliaries(FOUR, offers(bandwidth), most=1)
+    assert (used, reason) == ((0,), f"auxiliary0: rounds are {gain:.2f} x as fast as without")
+    weights, reason = choose_shares([*FOUR, *offers(bandwidth)])
+    assert weights[4] == pytest.approx(part)
+    assert f"{gain:.2f} x faster than equal ones" in reason
+    assert f"auxiliaries reduce {part:.0%}" in reason
+
+
+def test_the_fastest_offers_are_taken_as_long_as_they_are_worth_it() -> None:
+    assert choose_auxiliaries(FOUR, offers(50e6, 100e6, 60e6), most=1)[0] == (1,)
+    assert choose_auxiliaries(FOUR, offers(50e6, 100e6, 60e6), most=3)[0] == (1, 2, 0)
+    assert choose_auxiliaries(FOUR, offers(1000e6, 1000e6), most=2)[0] == (0,), "a second one has nothing to add"
+    assert choose_auxiliaries(FOUR, offers(1000e6), most=0)[0] == ()
+
+
+def test_what_was_not_measured_is_tried_as_a_middling_one() -> None:
+    used, reason = choose_auxiliaries(FOUR, offers(None), most=1)
+    assert (used, reason) == ((0,), "auxiliary0: rounds are 1.12 x as fast as without")
+
+
+def test_a_change_of_helpers_must_be_worth_it() -> None:
+    slow = offers(8e6)
+    assert choose_auxiliaries(FOUR, slow, most=1, before=["auxiliary0"])[0] == ()
+    slow = offers(30e6)  # 4 % faster
+    assert choose_auxiliaries(FOUR, slow, most=1) == ((), f"none: no offer makes a round faster by {WORTH:.0%}")
+    assert choose_auxiliaries(FOUR, slow, most=1, before=["auxiliary0"])[0] == (0,)
+
+
+@pytest.mark.parametrize(
+    ("members", "offered", "why"),
+    [
+        (FOUR, [], "none: nobody offers to help"),
+        (FOUR[:2], [1000e6], "none: two members send the same whoever reduces"),
+        (reports(None, None, None), [1000e6], "none: no bandwidth of a member has been measured"),
+        (reports(100e6, 100e6, 100e6, 10e6), [1000e6], "none: no offer makes a round faster by 5%"),
+    ],
+    ids=["nobody", "two", "unmeasured", "the slowest has its own to carry"],
+)
+def test_no_help_has_a_reason(members: list[Report], offered: list[float], why: str) -> None:
+    assert choose_auxiliaries(members, offers(*offered), most=1) == ((), why)
+
+
+def test_without_bandwidths_auxiliaries_get_nothing() -> None:
+    assert choose_shares([*reports(None, None, None), *offers(None)])[0] == (1 / 3, 1 / 3, 1 / 3, 0.0)

@@ -1,4 +1,4 @@
-"""`launch_backbone`: a peer without a GPU that others bootstrap from, relay through and are coordinated by."""
+"""`launch_backbone`: a peer without a GPU that others bootstrap from, are coordinated by and, if asked, are helped by."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from launch.arguments import (
     add_network_options,
     add_run_options,
 )
-from launch.devices import available_memory
+from launch.devices import available_memory, before_importing_torch, use_threads
 from launch.logs import Announcer
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of, run_peer
+from swarm.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from swarm.base.config import RunConfig
+    from swarm.peer.aggregator import Aggregator
     from swarm.peer.backbone import Backbone
+    from swarm.peer.link import Link
 
 PROGRAM = "launch_backbone"
 
@@ -28,6 +32,9 @@ PROGRAM = "launch_backbone"
 def parse(argv: Sequence[str]) -> Namespace:
     parser = LaunchParser(PROGRAM, "Bootstrap and coordinate a run. Needs no GPU; a run may have several.")
     add_run_options(parser)
+    parser.add_argument("--aggregate", action="store_true",
+                        help="also reduce parts of the stages' averages, where that makes them faster: of use on a good line "
+                        "(the run must allow it: auxiliaries in its file)")
     group = parser.add_argument_group("data (to create a run: its digest becomes part of the run)")
     add_data_options(group)
     add_model_option(group)
@@ -43,10 +50,29 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
     async def build() -> tuple[Backbone, Callable[[], None]]:
-        context, _ = await compose(options, "backbone", max_inflight_bytes=available_memory() // 4)
-        return Backbone(context), lambda: announce(PROGRAM, argv, context, "the backbone", announcer, reports)
+        limit_bytes = available_memory() // 4
+        context, _ = await compose(options, "backbone", max_inflight_bytes=limit_bytes)
+        aggregator = _aggregator(context.config, limit_bytes) if options.aggregate else None
+        peer = Backbone(context, aggregator)
+        return peer, lambda: announce(PROGRAM, argv, context, "the backbone", announcer, reports)
 
     return run_peer(build, serves_until_stopped=True)
+
+
+def _aggregator(config: RunConfig, limit_bytes: int) -> Callable[[Link], Aggregator]:
+    """What makes the part that sums; imports torch.
+
+    Raises:
+        ConfigError: nobody would ask it.
+    """
+    if not config.auxiliaries:
+        raise ConfigError("--aggregate: the run uses no auxiliaries; create one with auxiliaries = 1 (or more) in its file")
+    before_importing_torch()
+    from swarm.peer.aggregator import Aggregator
+    from swarm.stage.executor import ThreadExecutor
+
+    use_threads(1)  # a line is slower than one thread's sums
+    return lambda link: Aggregator(link, ThreadExecutor("aggregate"), limit_bytes=limit_bytes)
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:

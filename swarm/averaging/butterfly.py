@@ -10,6 +10,7 @@ moves the bytes.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.reduction import WINDOW, Part, Payload, Reduction, RoundFailed
+from swarm.averaging.reduction import AUXILIARY_WINDOW, WINDOW, Part, Payload, Reduction, RoundFailed
 from swarm.base.errors import LinkError, RemoteError
 from swarm.stage.accumulator import is_finite
 from swarm.stage.flat import empty_flat
@@ -55,7 +56,7 @@ class Butterfly(Reduction):
     def _spans(self, j: int) -> list[tuple[int, int]]:
         """The chunks of slice `j`."""
         start, end = self._bounds[j]
-        return [(at, min(at + self._chunk_elements, end)) for at in range(start, end, self._chunk_elements)]
+        return [self._span(j, number) for number in range(-(-(end - start) // self._chunk_elements[j]))]
 
     def _encode(self, start: int, end: int) -> Payload | None:
         """This member's part of a chunk of another one's slice."""
@@ -108,7 +109,8 @@ class Butterfly(Reduction):
         for j in range(len(self.members)):
             if j != self.me:
                 numbers = iter(enumerate(self._spans(j)))
-                tasks += [asyncio.ensure_future(guarded(j, self._stream(j, numbers, exchange))) for _ in range(WINDOW)]
+                streams = range(self._num_streams(j))
+                tasks += [asyncio.ensure_future(guarded(j, self._stream(j, numbers, exchange))) for _ in streams]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -119,8 +121,15 @@ class Butterfly(Reduction):
         if reasons:
             raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
 
+    def _num_streams(self, j: int) -> int:
+        """Of a pair. Streams share this member's line alike, so beside a large slice of an auxiliary small ones have fewer."""
+        if self._num_senders == len(self.members):
+            return WINDOW
+        sizes = [end - start for start, end in self._bounds]
+        return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(sizes)), WINDOW if j < self._num_senders else AUXILIARY_WINDOW)
+
     async def _stream(self, j: int, numbers: Any, exchange: Exchange) -> None:
-        """One of the `WINDOW` streams of a pair: sends the next chunk when the one before has come back reduced."""
+        """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""
         for number, (start, end) in numbers:
             if self._failure is not None:
                 raise self._failure

@@ -27,10 +27,14 @@ from swarm.wire.messages import Codec, Member, TensorSpec
 #: The largest slice travels in at least so many chunks, unless they would be small: the more, the more of the way out
 #: and the way back overlap.
 MIN_CHUNKS = 16
+#: An auxiliary's slice in more: its line carries parts in, and sums out, only while both are under way.
+MIN_AUXILIARY_CHUNKS = 128
 MIN_CHUNK_ELEMENTS = 2**14
 MAX_CHUNK_ELEMENTS = 2**19
 #: Chunks under way at once for each pair of members.
 WINDOW = 4
+#: For each pair of a member and an auxiliary: half of them on their way out, see `rounds.py`.
+AUXILIARY_WINDOW = 2 * WINDOW
 
 Payload = tuple[TensorSpec, Buffer]
 #: Runs a job off the event loop.
@@ -109,19 +113,20 @@ class Part:
     robust: Robust | None = None
 
 
-def chunk_elements_of(largest_share: int) -> int:
-    """Elements of a chunk where the largest slice has so many."""
-    return min(max(-(-largest_share // MIN_CHUNKS), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
+def chunk_elements_of(num_elements: int, min_chunks: int = MIN_CHUNKS) -> int:
+    """Elements of a chunk of a slice of so many."""
+    return min(max(-(-num_elements // min_chunks), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
 
 
 def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_senders: int) -> int:
-    """The most memory that a `Reduction` without `total` takes, whatever its share of a vector of so many elements.
+    """The most memory that a `Reduction` by an auxiliary takes, whatever its share of a vector of so many elements.
 
-    Each sender has `WINDOW` requests open at most, and each of these holds a part or the sum that answers it; besides, one
-    chunk is being summed.
+    Each sender has `AUXILIARY_WINDOW` requests open at most, and each of these holds a part or the sum that answers it, or
+    both for a moment; besides, one chunk is being summed.
     """
-    chunk = chunk_elements_of(num_elements)
-    return 2 * num_senders * WINDOW * code.spec(chunk, dtype).num_bytes + (num_senders + 1) * chunk * dtype.itemsize
+    chunk = chunk_elements_of(num_elements, MIN_AUXILIARY_CHUNKS)
+    num_bytes = code.spec(chunk, dtype).num_bytes
+    return 2 * num_senders * AUXILIARY_WINDOW * num_bytes + (num_senders + 1) * chunk * dtype.itemsize
 
 
 @dataclass(eq=False)
@@ -152,7 +157,7 @@ class Reduction:
             dtype: of the sum.
             shares: elements that each reduces; equal parts if empty.
             num_auxiliaries: the last so many of `members` have no part in the sum and do not ask for it.
-            chunk_elements: elements of a chunk, the same for all; None derives it from the shares.
+            chunk_elements: elements of a chunk, the same for all; None derives them from the shares.
             run_job: runs what takes time.
             total: [num_elements]; the sums are written into it, and stay to be asked for again. None: a chunk is let go of
                 once everyone has taken it.
@@ -173,13 +178,16 @@ class Reduction:
         self._dtype = dtype
         self._run_job = run_job
         self._total = total
-        self._chunk_elements = chunk_elements or chunk_elements_of(max(shares))
+        sizes = [chunk_elements or chunk_elements_of(max(shares[: self._num_senders]))] * self._num_senders
+        sizes += [chunk_elements or chunk_elements_of(share, MIN_AUXILIARY_CHUNKS) for share in shares[self._num_senders :]]
+        #: Elements of a chunk of each slice.
+        self._chunk_elements = sizes
         self._bounds = bounds(shares)
         is_sparse = part.code.codec == "sparse4"
         self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and part.values is not None else None
         self._lost = torch.zeros(shares[me], dtype=dtype) if is_sparse else None
         self._failure: RoundFailed | None = None
-        self._num_chunks = -(-shares[me] // self._chunk_elements)
+        self._num_chunks = -(-shares[me] // sizes[me])
         #: Begun and not let go of.
         self._chunks: dict[int, _Chunk] = {}
         self._reduced: set[int] = set()
@@ -230,10 +238,13 @@ class Reduction:
             raise self._failure
         if number in self._reduced:
             raise ValueError(f"everyone has taken chunk {number} already")
-        start = self._bounds[self.me][0] + number * self._chunk_elements
-        end = min(start + self._chunk_elements, self._bounds[self.me][1])
-        chunk = self._chunks[number] = _Chunk(start, end, self._unheeded())
+        chunk = self._chunks[number] = _Chunk(*self._span(self.me, number), self._unheeded())
         return chunk
+
+    def _span(self, j: int, number: int) -> tuple[int, int]:
+        """Where chunk `number` of slice `j` lies."""
+        start, end = self._bounds[j]
+        return start + number * self._chunk_elements[j], min(start + (number + 1) * self._chunk_elements[j], end)
 
     @property
     def awaited(self) -> list[Member]:

@@ -118,6 +118,10 @@ class RunConfig(BaseModel):
     )
     clip_radius: float = Field(1.0, gt=0, description="of centered_clip, as a norm of a stage's mean gradient")
     max_group: int = Field(16, ge=2, le=4096, description="more peers of a stage than this average in groups, level by level")
+    auxiliaries: int = Field(
+        0, ge=0, le=64, description="aggregators (launch_backbone --aggregate) that a stage lets reduce parts of its averages, "
+        "at most, where that makes them faster; what they send is trusted"
+    )
     mode: Literal["sync", "local"] = Field(
         "sync", description="sync: every step one update with the mean gradient. local: a step is an outer step, in which each "
         "peer updates its own copy, and at whose end the peers average what their copies moved by (DiLoCo)"
@@ -177,6 +181,12 @@ class RunConfig(BaseModel):
         if self.aggregation != "mean" and (self.average_compression in ("powersgd", "cocktail") or self.fragments > 1):
             what = "fragments" if self.fragments > 1 else f"average_compression {self.average_compression!r}"
             raise ValueError(f"aggregation {self.aggregation!r} compares whole averages: it excludes {what}")
+        if self.auxiliaries and (
+            self.average_compression in ("powersgd", "cocktail") or self.fragments > 1 or self.aggregation != "mean"
+        ):
+            what = "fragments" if self.fragments > 1 else f"average_compression {self.average_compression!r}"
+            what = what if self.aggregation == "mean" else f"aggregation {self.aggregation!r}"
+            raise ValueError(f"auxiliaries sum whole averages in one exchange: they exclude {what}")
         self._check_mode()
         return self
 

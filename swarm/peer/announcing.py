@@ -1,4 +1,7 @@
-"""What peers say of themselves in the DHT, and who says that it coordinates. Hints, never decisions. Needs no torch."""
+"""What peers say of themselves in the DHT, and who says that it coordinates or aggregates. Hints, never decisions.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from swarm.base.errors import StorageError, SwarmError
-from swarm.peer.context import coordinator_key
+from swarm.peer.context import aggregator_key, coordinator_key
 from swarm.peer.link import Link
 from swarm.wire.messages import Member
 from swarm.wire.records import PeerRecord, sign_record
@@ -61,3 +64,8 @@ async def find_coordinators(link: Link) -> list[Member]:
     """Coordinators that announce themselves, highest ballot first."""
     records = await link.context.dht.lookup(coordinator_key(link.context.run))
     return [member_of(r) for r in sorted(records, key=lambda r: (r.ballot, r.peer), reverse=True)]
+
+
+async def find_aggregators(link: Link) -> list[Member]:
+    """Peers that announce that they reduce parts of averages."""
+    return [member_of(record) for record in await link.context.dht.lookup(aggregator_key(link.context.run))]

@@ -1,8 +1,10 @@
-"""A backbone peer: bootstrap and coordinator without a device. Composition root; needs no torch."""
+"""A backbone peer: bootstrap, coordinator and perhaps aggregator without a device. Composition root; needs no torch itself."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
@@ -10,18 +12,27 @@ from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.wire import messages as m
 
-#: A coordinator that leaves takes so long, in seconds, to end the steps that are open.
+if TYPE_CHECKING:
+    from swarm.peer.aggregator import Aggregator
+
+#: A coordinator that leaves takes so long, in seconds, to end the steps that are open, and an aggregator its attempts.
 DRAIN_S = 8.0
 
 
 class Backbone:
-    """Serves until stopped."""
+    """Serves until stopped.
 
-    def __init__(self, context: PeerContext) -> None:
+    Args:
+        context: who this peer is.
+        aggregator: makes the part that helps with averages; None if it does not.
+    """
+
+    def __init__(self, context: PeerContext, aggregator: Callable[[Link], Aggregator] | None = None) -> None:
         self.context = context
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=0)
+        self.aggregator = None if aggregator is None else aggregator(self.link)
         RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known)
         self._stopped = asyncio.Event()
 
@@ -38,6 +49,8 @@ class Backbone:
                 "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
                 "loss": self.record.loss if self.record else 0.0,
             }  # fmt: skip
+        if self.aggregator is not None:
+            detail |= self.aggregator.status()
         return m.StatusReply(
             role="backbone", member=self.context.member(), step=self.record.step + 1 if self.record else 0,
             head=self.record.head if self.record else "", state="coordinating" if coordinator else "watching",
@@ -48,6 +61,8 @@ class Backbone:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._tasks.start(self.seat.run(), "seat", vital=True)
+        if self.aggregator is not None:
+            self._tasks.start(self.aggregator.announce_loop(), "announce aggregator")
 
     def stop(self) -> None:
         self._stopped.set()
@@ -61,7 +76,12 @@ class Backbone:
         await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
-        await self.seat.retire(asyncio.get_running_loop().time() + DRAIN_S)
+        until = asyncio.get_running_loop().time() + DRAIN_S
+        await self.seat.retire(until)
+        if self.aggregator is not None:
+            await self.aggregator.retire(until)
         await self._tasks.close()
+        if self.aggregator is not None:
+            self.aggregator.close()
         await self.context.dht.close()
         await self.context.transport.close()

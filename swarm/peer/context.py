@@ -25,6 +25,11 @@ def coordinator_key(run: RunId) -> str:
     return f"{run}/coordinator"
 
 
+def aggregator_key(run: RunId) -> str:
+    """DHT key under which backbones announce that they reduce parts of averages."""
+    return f"{run}/aggregator"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerContext:
     """Built once by a launcher (or a simulation) and handed to a `StagePeer`, `Trainer` or `Backbone`.

@@ -41,7 +41,8 @@ class LoadMeter:
         self._num_bytes += num_bytes
 
     def report(self) -> m.Load:
-        measured = [meter.rate for meter in (self._member.upload, self._member.download) if meter.rate]
+        carries = self._member.carries
+        measured = [meter.rate for meter in (carries.upload, carries.download) if meter.rate]
         return m.Load(
             member=self._member.me, elapsed_s=asyncio.get_running_loop().time() - self._began,
             num_tickets=self._num_tickets, busy_s=self.busy_s, queue_s=self._queue_s, num_bytes=self._num_bytes,

@@ -1,4 +1,4 @@
-"""What a stage's leader knows of its members' links, and the shares of each round that follow from it.
+"""What a stage's leader knows of its members' links, and the shares and auxiliaries of each round that follow from it.
 
 Owns the last measurements and shares; the decision is `policy/shares.py`. A new leader hears the measurements with the
 seals that it collects, so nothing is lost with an old one.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from swarm.policy.shares import Report, choose_shares, hagenbach_bischoff
+from swarm.policy.shares import Report, choose_auxiliaries, choose_shares, hagenbach_bischoff
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, str]
+
+
+def _report(offer: m.Assisting) -> Report:
+    return Report(offer.member.peer[:8], offer.upload, offer.download, is_auxiliary=True, is_limit=offer.is_limit)
 
 
 class RoundShares:
@@ -24,8 +28,10 @@ class RoundShares:
         self._stage = stage
         self._links: dict[Key, tuple[float | None, float | None]] = {}
         self._last: dict[Key, float] = {}
-        #: Why the shares are what they are.
-        self.reason = ""
+        #: The last auxiliaries, or why there were none.
+        self._told = ""
+        #: Why the shares, and the auxiliaries, are what they are.
+        self.reason = self.helpers_reason = ""
 
     def heard(self, reply: m.Collected) -> None:
         """A member told, with its seal, what its link carries."""
@@ -36,13 +42,21 @@ class RoundShares:
         keys = {x.key for x in members}
         self._links = {key: link for key, link in self._links.items() if key in keys}
 
-    def of(self, seals: Sequence[m.Seal], num_elements: int) -> tuple[int, ...]:
-        """Elements that each sealed member reduces in the round to come."""
-        keys = [seal.member.key for seal in seals]
-        reports = [
+    def of(
+        self, seals: Sequence[m.Seal], num_elements: int, offers: Sequence[m.Assisting] = (), *, most: int = 0,
+        why_none: str = "",
+    ) -> tuple[tuple[int, ...], tuple[m.Member, ...]]:
+        """Elements that each sealed member and then each auxiliary reduces in the round to come; and the auxiliaries.
+
+        These are chosen among those that made `offers`, at most so many; `why_none` says why there are none.
+        """
+        members = [
             Report(seal.member.peer[:8], *self._links.get(seal.member.key, (None, None)), computes=bool(seal.ledger))
             for seal in seals
         ]
+        helpers = self._helpers(members, offers, most, why_none)
+        keys = [*(seal.member.key for seal in seals), *(offer.member.key for offer in helpers)]
+        reports = [*members, *map(_report, helpers)]
         previous = [self._last[key] for key in keys] if set(self._last) == set(keys) else None
         weights, reason = choose_shares(reports, previous)
         if previous is None or list(weights) != previous:
@@ -50,4 +64,17 @@ class RoundShares:
                 logger.info("stage %d: shares of the average are %s", self._stage, reason)
             self.reason = reason
         self._last = dict(zip(keys, weights, strict=True))
-        return tuple(hagenbach_bischoff(num_elements, weights))
+        return tuple(hagenbach_bischoff(num_elements, weights)), tuple(offer.member for offer in helpers)
+
+    def _helpers(
+        self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str
+    ) -> list[m.Assisting]:
+        before = [offer.member.peer[:8] for offer in offers if offer.member.key in self._last]
+        used, reason = choose_auxiliaries(members, [_report(offer) for offer in offers], most=most, before=before)
+        reason = reason if offers else f"none: {why_none}"
+        helpers = [offers[i] for i in used]
+        what = ", ".join(offer.member.peer for offer in helpers) or reason
+        if most and what != self._told:
+            logger.info("stage %d: auxiliaries: %s", self._stage, reason)
+        self._told, self.helpers_reason = what, reason
+        return helpers

@@ -6,9 +6,8 @@ The round itself is `averaging/all_reduce.py`; what is averaged and what becomes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ import torch
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import Payload, RoundFailed
+from swarm.averaging.reduction import AUXILIARY_WINDOW, Payload, RoundFailed
 from swarm.base.errors import RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
 from swarm.peer.tied_sums import TiedSums
-from swarm.policy.bandwidth import WINDOW_S, Meter
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
@@ -33,6 +31,30 @@ from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame, buffers_of
 
 logger = logging.getLogger(__name__)
+
+
+class _Sending(Progress):
+    """One request to an auxiliary; lets the next one begin once its bytes have left."""
+
+    def __init__(self, turns: asyncio.Semaphore, num_bytes: int, counted: Progress) -> None:
+        super().__init__(among=counted)
+        self._turns: asyncio.Semaphore | None = turns
+        self._size = num_bytes
+        self._counted = counted
+
+    def advance(self, amount: int = 1) -> None:
+        super().advance(amount)
+        self._counted.advance(amount)
+
+    def moved(self, num_bytes: int) -> None:
+        super().moved(num_bytes)
+        if self.num_bytes >= self._size:
+            self.sent()
+
+    def sent(self) -> None:
+        if self._turns is not None:
+            self._turns.release()
+        self._turns = None
 
 
 class Rounds:
@@ -50,6 +72,8 @@ class Rounds:
     async def _on_reduce(self, message: m.Reduce, frame: Frame, progress: Progress) -> m.Reduced:
         self._member.require_stage(message.stage)
         self._member.accept_ballot(message.term.ballot)
+        if len(message.auxiliaries) > self._member.config.auxiliaries:
+            raise Refuse("bad_request", f"the run allows a stage {self._member.config.auxiliaries} auxiliaries")
         state = self._member.step_state(message.step)
         ledger = state.accumulator.ledger
         if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
@@ -57,11 +81,13 @@ class Rounds:
         try:
             round_ = await self._round(state, message)
             self._follow(progress, state, round_)
-            progress.follow(lambda: state.from_others.count)  # another stage waits for nobody of this one
-            async with asyncio.timeout(self._member.config.timing.average_s), self._measured():
+            progress.follow(lambda: state.from_others.count)
+            async with asyncio.timeout(self._member.config.timing.average_s), self._member.carries.measured():
                 average = await round_.run(
                     lambda phase, j, number, part: self._exchange(
                         message, round_.members[j], phase, number, part, state.exchanged
+                    ) if j < len(message.seals) else self._exchange_with_auxiliary(
+                        message, round_.members[j], phase, number, part, state
                     ),
                     (lambda flat: self._tied.add(message, state, flat)) if self._tied else None,
                 )
@@ -83,29 +109,6 @@ class Rounds:
     def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
         state.follow(progress, round_)
         progress.follow(lambda: self._member.background.finished)
-
-    @contextlib.asynccontextmanager
-    async def _measured(self) -> AsyncIterator[None]:
-        """Measure what the link carries in a round."""
-        carried, now = self._link.context.transport.carried, asyncio.get_running_loop().time
-        meters = (self._member.upload, self._member.download)
-
-        def each(what: Callable[[Meter, float, int], None]) -> None:
-            for meter, total in zip(meters, carried(), strict=True):
-                what(meter, now(), total)
-
-        async def sample() -> None:
-            while True:
-                await asyncio.sleep(WINDOW_S / 2)
-                each(Meter.sample)
-
-        each(Meter.begin_round)
-        sampling = asyncio.ensure_future(sample())
-        try:
-            yield
-            each(Meter.end_round)
-        finally:
-            sampling.cancel()
 
     def _leave_round(self, state: StepState, term: m.Term) -> None:
         ledger = state.accumulator.ledger
@@ -135,7 +138,8 @@ class Rounds:
         try:
             state.round = Round(
                 message.term, message.seals, self._member.me.key, compression, dtype=self._member.compute.master_dtype,
-                shares=message.shares, max_group=self._member.config.max_group, run_job=self._in_background,
+                shares=message.shares, auxiliaries=message.auxiliaries, max_group=self._member.config.max_group,
+                run_job=self._in_background,
             )  # fmt: skip
         except ValueError as error:
             raise RoundFailed(str(error)) from None
@@ -159,6 +163,22 @@ class Rounds:
             target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
         )
         return frame.only_tensor()
+
+    async def _exchange_with_auxiliary(
+        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: Payload | None, state: StepState
+    ) -> Payload:
+        """Half of the window's parts leave at once: the first sums come back while the others leave.
+
+        Nothing else moves on this member's line where an auxiliary reduces everything: if the whole window left at once, it
+        would arrive at once, and the line would carry in one direction at a time.
+        """
+        turns = state.turns.setdefault(target.key, asyncio.Semaphore(AUXILIARY_WINDOW // 2))
+        await turns.acquire()
+        sending = _Sending(turns, 0 if part is None else part[0].num_bytes, state.from_others)
+        try:
+            return await self._exchange(message, target, phase, number, part, sending)
+        finally:
+            sending.sent()
 
     async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)

@@ -13,7 +13,8 @@ from swarm.base.errors import LinkError, RemoteError, Stalled
 from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.peer.auxiliaries import Auxiliaries
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.round_shares import RoundShares
 from swarm.peer.stage_member import StageMember
 from swarm.wire import messages as m
@@ -25,11 +26,12 @@ logger = logging.getLogger(__name__)
 class StageLeader:
     """Serves `Claim`, `Gather` and `Average`."""
 
-    def __init__(self, link: Link, member: StageMember) -> None:
+    def __init__(self, link: Link, member: StageMember, tasks: Tasks) -> None:
         self._link = link
         self._member = member
         self._books: dict[int, ClaimBook] = {}
         self.shares = RoundShares(member.stage)
+        self._auxiliaries = Auxiliaries(link, member, tasks)
         #: Set, and replaced, when a collection has ended.
         self._collected = asyncio.Event()
         link.register(m.Claim, self._on_claim)
@@ -110,6 +112,7 @@ class StageLeader:
         book.is_collected = False
         self._books[message.step] = book
         self.shares.keep(message.members)
+        self._auxiliaries.ask(message)
         asked = [x for x in message.members if x.key not in book.struck]
         replies = [r for r in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if r is not None]
         seals = [reply.seal for reply in replies]
@@ -165,17 +168,25 @@ class StageLeader:
         self._member.accept_ballot(message.term.ballot)
         progress.follow(lambda: self._member.background.finished)
         targets = [seal.member for seal in message.seals]
-        shares = self.shares.of(message.seals, self._member.compute.layout.num_elements)
-        replies = await self._reduce_all(message, targets, shares, progress)
+        offers = await self._auxiliaries.offers(message.term)
+        shares, helpers = self.shares.of(
+            message.seals, self._member.compute.layout.num_elements, offers, most=self._member.config.auxiliaries,
+            why_none=self._auxiliaries.why_none,
+        )  # fmt: skip
+        request = m.Reduce(
+            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares,
+            terms=message.terms, auxiliaries=helpers,
+        )  # fmt: skip
+        replies = await self._reduce_all(request, targets, progress)
         holders: dict[str, list[m.Member]] = {}
         suspects: Counter[tuple[str, str]] = Counter()
         reasons: list[str] = []
         stalled: list[m.Member] = []
         squares = 0.0
         tied: m.TiedDigests = ()
-        for target, reply in zip(targets, replies, strict=True):
+        for target, reply in zip((*targets, *helpers), replies, strict=True):
             if isinstance(reply, m.Reduced):
-                if reply.average_digest:
+                if reply.average_digest and target not in helpers:
                     holders.setdefault(reply.average_digest, []).append(target)
                     squares, tied = reply.sum_squares, reply.tied
                 suspects.update(x.key for x in reply.suspects)
@@ -186,28 +197,34 @@ class StageLeader:
                     suspects[target.key] += len(targets)
                 stalled += [target] if isinstance(reply, Stalled) else []
                 reasons.append(f"{target.peer[:8]}: {reply}")
+        if len(holders) > 1:
+            reasons.append("members hold different averages")
+        if len(holders) != 1 and not suspects:
+            suspects.update(x.key for x in stalled)
+        for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, prepared=len(holders) == 1)
         if len(holders) == 1:
             digest, who = next(iter(holders.items()))
             result = stage_result(message.term, message.seals, digest, squares, tuple(who), tied=tied)
             return m.Averaged(result=result, reason="; ".join(reasons)[:2000])
-        if len(holders) > 1:
-            reasons.append("members hold different averages")
-        if not suspects:
-            suspects.update(x.key for x in stalled)
-        ordered = [x for x in targets if x.key in suspects]
+        ordered = [x for x in targets if x.key in suspects and not for_their_sake]
         ordered.sort(key=lambda x: -suspects[x.key])
         return m.Averaged(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
 
     async def _reduce_all(
-        self, message: m.Average, targets: list[m.Member], shares: tuple[int, ...], progress: Progress
+        self, request: m.Reduce, members: list[m.Member], progress: Progress
     ) -> list[m.Reduced | Exception]:
-        """Every member's reply; once one has failed the others get `request_s` to end, since most cannot any more."""
-        tasks = [asyncio.ensure_future(self._reduce(message, x, shares, progress)) for x in targets]
+        """Every member's and then every auxiliary's reply.
+
+        Once one has failed the others get `request_s` to end, since most cannot any more; and nobody waits for an auxiliary
+        once all members have ended.
+        """
+        tasks = [asyncio.ensure_future(self._reduce(request, x, progress)) for x in (*members, *request.auxiliaries)]
+        needed = tasks[: len(members)]
         try:
             waiting = set(tasks)
-            while waiting and not any(t.done() and not _holds(t.result()) for t in tasks):
+            while not all(t.done() for t in needed) and not any(t.done() and not _did_its_part(t.result()) for t in tasks):
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if waiting:
+            if not all(t.done() for t in needed):
                 await asyncio.wait(waiting, timeout=self._link.context.config.timing.request_s)
             late = Stalled("did not end with the round")
             return [t.result() if t.done() else late for t in tasks]
@@ -216,13 +233,7 @@ class StageLeader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _reduce(
-        self, message: m.Average, target: m.Member, shares: tuple[int, ...], progress: Progress
-    ) -> m.Reduced | Exception:
-        request = m.Reduce(
-            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares,
-            terms=message.terms,
-        )  # fmt: skip
+    async def _reduce(self, request: m.Reduce, target: m.Member, progress: Progress) -> m.Reduced | Exception:
         try:
             timing = self._link.context.config.timing
             reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.stall_s, progress=progress)
@@ -231,5 +242,5 @@ class StageLeader:
         return reply
 
 
-def _holds(reply: m.Reduced | Exception) -> bool:
-    return isinstance(reply, m.Reduced) and bool(reply.average_digest)
+def _did_its_part(reply: m.Reduced | Exception) -> bool:
+    return isinstance(reply, m.Reduced) and not reply.reason

@@ -26,7 +26,7 @@ from swarm.lifecycle.coverage import stage_result
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
-from swarm.policy.bandwidth import Meter
+from swarm.peer.link_meters import LinkMeters
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
@@ -68,9 +68,12 @@ class StepState:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     #: Counts the bytes of slices that this member sends and gets back.
     exchanged: Progress = field(default_factory=Progress)
-    #: What members of other stages may ask for, and how their own answers to this member advance.
+    #: What members of other stages may ask for.
     own_sums: OwnSums | None = None
+    #: How answers advance of those that wait for no heartbeat of this stage: members of other stages, and auxiliaries.
     from_others: Progress = field(default_factory=Progress)
+    #: Held by the requests to each auxiliary whose bytes are leaving.
+    turns: dict[tuple[str, str], asyncio.Semaphore] = field(default_factory=dict)
 
     def follow(self, progress: Progress, round_: Round) -> None:
         """A round advances with slices, sums and bytes; not with heartbeats, or members would keep each other waiting."""
@@ -136,7 +139,7 @@ class StageMember:
         #: Copies an average from one of its holders; see `rounds.py`.
         self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
         #: What this peer's link carries, measured by `rounds.py`.
-        self.upload, self.download = Meter(), Meter()
+        self.carries = LinkMeters(link.context.transport)
         #: Of slices, reduced slices and copies of averages, as coded, since the start; counted by `rounds.py`.
         self.average_bytes_sent = 0
         self.commit_lock = asyncio.Lock()
@@ -287,7 +290,9 @@ class StageMember:
             state.average, state.overtaken = None, state.average
         state.own_sums = None
         state.changed.set()
-        return m.Collected(seal=seal, upload=self.upload.rate, download=self.download.rate, load=self.load())
+        return m.Collected(
+            seal=seal, upload=self.carries.upload.rate, download=self.carries.download.rate, load=self.load()
+        )
 
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)

@@ -126,7 +126,7 @@ class StagePeer:
             self.member.succeed(before)
         self.meter = LoadMeter(self.member, self._free_bytes, self._flops_per_s)
         Rounds(self.link, self.member, ties_of(self._factory, self.context.config.frozen))
-        self.leader = StageLeader(self.link, self.member)
+        self.leader = StageLeader(self.link, self.member, self._tasks)
         self.membership = membership = Membership(self.link, self.member)
         membership.on_move = self._go_to
         claims = ClaimsClient(self.link, self.member, self._tasks)
@@ -152,10 +152,10 @@ class StagePeer:
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,
-                "upload_bytes_per_s": round(member.upload.rate or 0),
-                "download_bytes_per_s": round(member.download.rate or 0),
+                "upload_bytes_per_s": round(member.carries.upload.rate or 0),
+                "download_bytes_per_s": round(member.carries.download.rate or 0),
                 "bytes_sent": self.context.transport.carried()[0], "average_bytes_sent": member.average_bytes_sent,
-                "shares": self.leader.shares.reason,
+                "shares": self.leader.shares.reason, "auxiliaries": self.leader.shares.helpers_reason,
                 "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
                 "state_digest": member.state_digest[:16], **self._device.memory_peaks(),
             },

@@ -4,9 +4,14 @@ A link shows what it carries only while enough is in flight: in most of a round 
 but at its beginning each sends a window of chunks to all others as fast as it can. So the rate of a round is that of its
 best window, and rounds are averaged. In a round that is over in a few windows a fast link shows less than it carries.
 Unknown is not zero: nothing is told before a window was long enough to mean something.
+
+An auxiliary is sent no more than its share, so what it was measured to carry may be what it was asked to: `Reach` tells
+more than that, until it turns out to be too much.
 """
 
 from __future__ import annotations
+
+import math
 
 #: A window of a round lasts at least this long and holds at least `MIN_BYTES`; the last one may be as short as
 #: `MIN_WINDOW_S`, and shorter if it holds `LARGE_BYTES`.
@@ -16,6 +21,11 @@ MIN_BYTES = 2**19
 LARGE_BYTES = 32 * 2**20
 #: Weight of the newest round in the moving average.
 ALPHA = 0.5
+#: An auxiliary that carried this part of what it had told did what was asked of it, and tells so many times as much.
+MET = 0.75
+GROWTH = 1.5
+#: What was learnt so many seconds ago is tried again.
+FORGOTTEN_S = 600.0
 
 
 class Meter:
@@ -27,6 +37,11 @@ class Meter:
         self._peak: float | None = None
         #: Bytes per second; None until a round was measured.
         self.rate: float | None = None
+
+    @property
+    def newest(self) -> float | None:
+        """Of the newest round alone; None if that showed nothing."""
+        return self._peak
 
     def begin_round(self, now: float, total: int) -> None:
         self._peak = None
@@ -48,3 +63,35 @@ class Meter:
     def _end_window(self, now: float, total: int) -> None:
         self._peak = max(self._peak or 0.0, (total - self._before) / (now - self._from))
         self._from, self._before = now, total
+
+
+class Reach:
+    """What an auxiliary tells of one direction of its link, in bytes per second."""
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+        self._heard_at = 0.0
+        #: In the newest round, of which it is not known yet if it was too much.
+        self._told: float | None = None
+        #: It had told too much: until then only what was measured counts.
+        self._limited_until = -math.inf
+
+    def heard(self, meter: Meter, now: float) -> None:
+        """A round in which this peer helped has ended."""
+        if meter.newest is None:
+            return
+        if self._told is not None and meter.newest < MET * self._told:
+            self._limited_until = now + FORGOTTEN_S
+        self._rate = meter.rate if now < self._limited_until else GROWTH * meter.newest
+        self._heard_at = now
+
+    def tell(self, now: float) -> float | None:
+        """For the next round; None if nothing is known (any more)."""
+        if now - self._heard_at > FORGOTTEN_S:
+            self._rate = None
+        self._told = self._rate
+        return self._told
+
+    def is_limit(self, now: float) -> bool:
+        """It was seen to carry no more than it tells."""
+        return now < self._limited_until

@@ -19,6 +19,10 @@ import numpy as np
 
 #: Shares by bandwidth are used, and changed, only if they make the round faster by this part.
 WORTH = 0.05
+#: An auxiliary must make rounds faster by this part, or by the second once it helps. About a tenth of what the program
+#: promises is lost: a chunk's sum goes out only after all its parts have come in.
+AUXILIARY_WORTH = 0.2
+KEPT_WORTH = 0.15
 #: Halvings of an interval: the result is exact to rounding.
 _HALVINGS = 60
 
@@ -146,10 +150,15 @@ class Report:
     computes: bool = True
     #: It is no member: it has nothing to average and only reduces.
     is_auxiliary: bool = False
+    #: It was seen to carry no more; an auxiliary of which that is not so may carry more.
+    is_limit: bool = True
 
 
 def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Reducer] | None:
-    """As they were measured; who was not is taken for a middling one of `members`. None if none of these was."""
+    """As they were measured. None if none of `members` was.
+
+    Who was not is taken for a middling one of these, or, for an auxiliary, which could be done without, half of one.
+    """
     known_up = [r.upload for r in members if r.upload is not None]
     known_down = [r.download for r in members if r.download is not None]
     if not known_up or not known_down:
@@ -157,8 +166,8 @@ def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Redu
     middle_up, middle_down = statistics.median(known_up), statistics.median(known_down)
     return [
         Reducer(
-            upload=middle_up if r.upload is None else r.upload,
-            download=middle_down if r.download is None else r.download,
+            upload=r.upload or middle_up / (2.0 if r.is_auxiliary else 1.0),
+            download=r.download or middle_down / (2.0 if r.is_auxiliary else 1.0),
             computes=r.computes and not r.is_auxiliary, receives=not r.is_auxiliary,
         )
         for r in reports
@@ -170,10 +179,11 @@ def choose_auxiliaries(
 ) -> tuple[tuple[int, ...], str]:
     """Which of the `offers` should help the members, at most so many; and why.
 
-    The fastest come first, each only if it makes rounds faster by `WORTH`; those of the round before, by half of that.
+    The fastest come first, each if it makes rounds faster by `AUXILIARY_WORTH`; `before` names those of the last round. One
+    that may carry more than it tells is tried if it is of any use.
     """
     if not offers:
-        return (), "none: nobody offers to help"
+        return (), "none: nobody offers help"
     if len(members) < 3:
         return (), "none: two members send the same whoever reduces"
     reducers, known = _reducers(offers, members), _reducers(members, members)
@@ -183,14 +193,16 @@ def choose_auxiliaries(
     time = alone = best_time(known)
     for i in sorted(range(len(offers)), key=lambda i: -min(reducers[i].upload, reducers[i].download))[:most]:
         helped = best_time([*known, reducers[i]])
-        if time <= helped * (1.0 + (WORTH / 2 if offers[i].name in before else WORTH)):
+        worth = KEPT_WORTH if offers[i].name in before else AUXILIARY_WORTH
+        worth = worth if offers[i].is_limit else 0.0
+        if time <= helped * (1.0 + worth):
             break
         known, time = [*known, reducers[i]], helped
         used.append(i)
     if not used:
-        return (), f"none: no offer makes a round faster by {WORTH:.0%}"
+        return (), f"none: no offer makes rounds faster by {AUXILIARY_WORTH:.0%}"
     names = ", ".join(offers[i].name for i in used)
-    return tuple(used), f"{names}: rounds are {alone / time:.2f} x as fast as without"
+    return tuple(used), f"{names}: rounds should be {alone / time:.2f} x as fast as without"
 
 
 def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = None) -> tuple[tuple[float, ...], str]:

@@ -26,6 +26,7 @@ MAX_TENSORS = 4096
 MAX_MEMBERS = 4096
 MAX_TIES = 64
 MAX_PHASES = 64
+MAX_AUXILIARIES = 64
 #: A sparse tensor takes 32 times its payload in memory.
 MAX_SPARSE_ELEMENTS = 2**22
 MAX_TICKETS = 65536
@@ -516,8 +517,38 @@ class Averaged(Message):
     reason: TextField = ""
 
 
+class Assist(Message):
+    """A stage's leader asks an aggregator to reduce a part of the averages of attempt `term`: answered by `Assisting`.
+
+    It holds no replica and knows no model: `vector` says how many elements the average has, and how they travel.
+    """
+
+    kind: Literal["assist"] = "assist"
+    run: RunIdField
+    stage: StageField
+    step: StepField
+    term: Term
+    vector: TensorSpec
+    #: That may send their parts.
+    num_members: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
+
+
+class Assisting(Message):
+    """The aggregator keeps memory for the attempt; who it is now, and what its link carries for one stage, as in `Collected`."""
+
+    kind: Literal["assisting"] = "assisting"
+    member: Member
+    upload: Annotated[float, Field(gt=0)] | None = None
+    download: Annotated[float, Field(gt=0)] | None = None
+    #: It was seen to carry no more than that; else it was never asked to.
+    is_limit: bool = False
+
+
 class Reduce(Message):
-    """A leader starts the all-reduce of an attempt at one member: answered by `Reduced` once it holds the average."""
+    """A leader starts the all-reduce of an attempt at one peer: a member answers by `Reduced` once it holds the average.
+
+    So does an auxiliary, without a digest, once it has reduced its slice.
+    """
 
     kind: Literal["reduce"] = "reduce"
     run: RunIdField
@@ -525,14 +556,19 @@ class Reduce(Message):
     step: StepField
     term: Term
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
-    #: How many elements each of them reduces, in this order.
+    #: How many elements each of them reduces, in this order, and then each of `auxiliaries`.
     shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     #: As in `Average`.
     terms: StageTerms = ()
+    #: Aggregators that only reduce: they have no seal, no contribution and no use for the result.
+    auxiliaries: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_AUXILIARIES)] = ()
 
 
 class Reduced(Message):
-    """This member holds the average with this digest, or `suspects` names whom it could not exchange slices with."""
+    """This peer has done its part, a member holds the average with this digest; or what failed is said in `reason`.
+
+    Then `suspects` names whom it could not exchange slices with.
+    """
 
     kind: Literal["reduced"] = "reduced"
     average_digest: str = ""
@@ -543,7 +579,7 @@ class Reduced(Message):
 
 
 class Slice(Message):
-    """One chunk of a slice of a member's gradient sum, for the member that reduces it: answered by `ReducedSlice`.
+    """One chunk of a slice of a member's gradient sum, for the peer that reduces it: answered by `ReducedSlice`.
 
     The body is chunk `number` of the slice, or empty if the sender's ledger is.
     """
@@ -806,16 +842,16 @@ AnyMessage = Annotated[
     Union[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
-        Average, Averaged, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchAverage, AverageCopy, Commit,
-        Join, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated, StateOffer, StateManifest, StateRange,
-        StateChunk,
+        Average, Averaged, Assist, Assisting, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchAverage,
+        AverageCopy, Commit, Join, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated, StateOffer,
+        StateManifest, StateRange, StateChunk,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip
 MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
 REQUEST_KINDS = frozenset({
-    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "reduce", "slice", "fetch_tied",
+    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "assist", "reduce", "slice", "fetch_tied",
     "holdings", "fetch_average", "commit", "join", "place", "operate", "elect", "lease", "evaluated", "state_offer",
     "state_range",
 })  # fmt: skip

@@ -59,7 +59,7 @@ class WatchedProgress(Progress):
     """Counts for the caller, and remembers when it last did."""
 
     def __init__(self, counted: Progress | None, now: float) -> None:
-        super().__init__(counted.remote if counted is not None else "")
+        super().__init__(counted.remote if counted is not None else "", among=counted)
         self._counted = counted
         self.advanced_at = now
 

@@ -25,8 +25,10 @@ from swarm.net.identity import Identity
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.net.transport import Handler, Progress
+from swarm.peer.aggregator import Aggregator
 from swarm.peer.backbone import Backbone
 from swarm.peer.context import PeerContext
+from swarm.peer.link import Link
 from swarm.peer.reports import Evaluation, StepReport
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Trainer
@@ -370,9 +372,14 @@ class Simulation:
 
         return duration
 
-    async def add_backbone(self, name: str) -> Node:
+    async def add_backbone(self, name: str, *, aggregates: bool = False, limit_bytes: int = 2**30) -> Node:
         context = self._context(name, "backbone")
-        return await self._start(Node(name, context.transport.address, context.identity, Backbone(context)))
+
+        def aggregator(link: Link) -> Aggregator:
+            return Aggregator(link, InlineExecutor(lambda priority: 0.0005), limit_bytes=limit_bytes)
+
+        peer = Backbone(context, aggregator if aggregates else None)
+        return await self._start(Node(name, context.transport.address, context.identity, peer))
 
     async def add_stage_peer(
         self, name: str, stage: int, *, memory_limit_bytes: int = 2**30, same_port: bool = False
@@ -439,6 +446,8 @@ class Simulation:
             node.peer._executor.close()
             node.peer._background.close()
             node.peer._storage.close()
+        if isinstance(node.peer, Backbone) and node.peer.aggregator is not None:
+            node.peer.aggregator.close()
         await node.peer.context.dht.close()
 
     async def leave(self, name: str) -> None:

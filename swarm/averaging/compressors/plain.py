@@ -19,12 +19,12 @@ class Plain:
             clip_radius: of CenteredClip, in units of the mean's norm; None: the plain mean.
         """
         self._num_elements = num_elements
-        self._code = code
+        self.code = code
         self._clip_radius = clip_radius
 
     def compress(self, contribution: Contribution) -> Compression:
         robust = None if self._clip_radius is None else Robust(contribution.tokens, self._clip_radius)
-        total = yield Part(self._num_elements, contribution.flat, self._code, robust=robust)
+        total = yield Part(self._num_elements, contribution.flat, self.code, robust=robust)
         return Compressed(total.total)
 
     def adopt(self, state: Any) -> None:

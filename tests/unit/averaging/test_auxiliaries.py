@@ -16,7 +16,7 @@ from test_averaging_round import TERM, decoded, make_exchanges, member, on_the_w
 from swarm.averaging.all_reduce import Average, Exchange, Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import WINDOW, Code, Part, Payload, Reduction, RoundFailed, bytes_under_way
+from swarm.averaging.reduction import AUXILIARY_WINDOW, Code, Part, Payload, Reduction, RoundFailed, bytes_under_way
 from swarm.base.errors import RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
 from swarm.policy.shares import bounds, hagenbach_bischoff
@@ -127,7 +127,7 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
         assert result.flat.dtype == dtype
         assert torch.equal(result.flat, expected)
     assert len({result.digest for result in results}) == 1, "replicas_identical"  # type: ignore[union-attr]
-    assert group.most_chunks <= len(holds) * WINDOW
+    assert group.most_chunks <= len(holds) * AUXILIARY_WINDOW
 
 
 @settings(deadline=None, max_examples=30)
@@ -175,7 +175,7 @@ def test_an_auxiliary_holds_chunks_under_way_and_no_slice(codec: str) -> None:
     code = Code(codec)  # type: ignore[arg-type]
     bound = bytes_under_way(code, num_elements, torch.float32, num)
     assert group.most_bytes <= bound / 2, "the other half is for parts that the transport holds until it has answered"
-    assert bytes_under_way(code, 10**12, torch.float32, num) == bytes_under_way(code, 10**7, torch.float32, num)
+    assert bytes_under_way(code, 10**12, torch.float32, num) == bytes_under_way(code, 10**9, torch.float32, num)
 
 
 def test_an_auxiliary_that_is_gone_is_named_by_all() -> None:

@@ -22,6 +22,7 @@ OTHER_VALUES: dict[str, object] = {
     "checkpoint_every": 21, "checkpoint_copies": 3, "checkpoint_keep": 3, "min_peers_per_stage": 2,
     "powersgd_rank": 2, "cocktail_top": 0.1, "max_group": 8, "mode": "local", "inner_batch_size": 8,
     "aggregation": "centered_clip", "clip_radius": 0.5, "outer_learning_rate": 0.5, "outer_momentum": 0.5, "fragments": 2,
+    "auxiliaries": 1,
 }  # fmt: skip
 #: What a field needs beside it.
 TOGETHER: dict[str, dict[str, object]] = {

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from swarm.policy.bandwidth import ALPHA, LARGE_BYTES, MIN_BYTES, MIN_WINDOW_S, WINDOW_S, Meter
+from swarm.policy.bandwidth import (
+    ALPHA,
+    FORGOTTEN_S,
+    GROWTH,
+    LARGE_BYTES,
+    MIN_BYTES,
+    MIN_WINDOW_S,
+    WINDOW_S,
+    Meter,
+    Reach,
+)
 
 
 def run_round(meter: Meter, *phases: tuple[float, float], begin: float = 0.0, total: int = 0) -> None:
@@ -71,3 +83,57 @@ def test_rounds_are_averaged_so_that_drift_shows() -> None:
     run_round(meter, (1.0, 1e7))
     run_round(meter, (1.0, 5e6), begin=2.0)
     assert meter.rate == pytest.approx((1 - ALPHA) * 1e7 + ALPHA * 5e6)
+
+
+# ---------------------------------------------------------------------------------------------------- what may be more
+
+
+class Helper:
+    """An auxiliary with a line of `capacity` that is asked to carry what it tells, as members could send `most`."""
+
+    def __init__(self, capacity: float, most: float = math.inf) -> None:
+        self.meter, self.reach = Meter(), Reach()
+        self.capacity, self.most = capacity, most
+        self.now = 0.0
+
+    def round(self, otherwise: float = 1e7) -> float | None:
+        """What it tells of its line; `otherwise` is what it is asked for if it tells nothing."""
+        told = self.reach.tell(self.now)
+        run_round(self.meter, (2.0, min(told or otherwise, self.capacity, self.most)), begin=self.now)
+        self.now += 10.0
+        self.reach.heard(self.meter, self.now)
+        return told
+
+
+def test_an_auxiliary_tells_more_until_it_was_too_much() -> None:
+    helper = Helper(capacity=3e7)
+    told = [helper.round() for _ in range(7)]
+    assert told[:4] == [None, *(pytest.approx(1e7 * GROWTH**k) for k in (1, 2, 3))]
+    assert 2.5e7 < told[5] <= told[6] <= 3.0e7, f"it is told what was measured: {told}"  # type: ignore[operator]
+    assert helper.reach.is_limit(helper.now)
+
+
+def test_an_auxiliary_that_nobody_could_ask_more_of_stays_where_it_is() -> None:
+    helper = Helper(capacity=1e9, most=4e7)
+    told = [helper.round() for _ in range(20)]
+    assert told[-1] is not None
+    assert 4e7 * 0.9 < told[-1] <= 4e7 * GROWTH
+
+
+def test_what_was_learnt_is_forgotten() -> None:
+    helper = Helper(capacity=3e7)
+    for _ in range(8):
+        helper.round()
+    helper.now += FORGOTTEN_S + 1.0
+    assert not helper.reach.is_limit(helper.now)
+    assert helper.reach.tell(helper.now) is None
+
+
+def test_a_round_that_showed_nothing_is_no_limit() -> None:
+    helper = Helper(capacity=3e7)
+    helper.round()
+    helper.meter.begin_round(20.0, 0)
+    helper.meter.end_round(20.01, 100)
+    helper.reach.heard(helper.meter, 20.01)
+    assert helper.reach.tell(20.01) == pytest.approx(1e7 * GROWTH)
+    assert not helper.reach.is_limit(20.01)

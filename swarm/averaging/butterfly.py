@@ -126,7 +126,7 @@ class Butterfly(Reduction):
         if self._num_senders == len(self.members):
             return WINDOW
         sizes = [end - start for start, end in self._bounds]
-        return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(sizes)), WINDOW if j < self._num_senders else AUXILIARY_WINDOW)
+        return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(1, *sizes)), WINDOW if j < self._num_senders else AUXILIARY_WINDOW)
 
     async def _stream(self, j: int, numbers: Any, exchange: Exchange) -> None:
         """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""

@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 #: Members of all stages that are helped at once: each has a few requests open, of which a transport admits a thousand.
 MAX_SENDERS = 128
+#: The last sums have left this peer if nothing leaves it for so long, in seconds.
+QUIET_S = 0.5
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """An attempt of one stage that this peer was asked to help with; it is over once `reduction` is, or it lapses."""
+    """An attempt of one stage that this peer was asked to help with; it is over once `reduction` is."""
 
     step: int
     term: m.Term
@@ -47,10 +49,14 @@ class _Attempt:
     dtype: torch.dtype
     #: That may be needed for it.
     num_bytes: int
-    lapses_at: float
+    asked_at: float
     reduction: Reduction | None = None
     #: Set when `reduction` is made, or never will be.
     settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def may_begin(self, asked_after: float) -> bool:
+        """It has begun, or its leader asked a short while ago."""
+        return self.reduction is not None or self.asked_at > asked_after
 
     def end(self, reason: str) -> None:
         """Whoever waits is told now."""
@@ -74,7 +80,7 @@ class Aggregator:
         self._executor = executor
         self._limit_bytes = limit_bytes
         self._carries = LinkMeters(link.context.transport)
-        self._upload, self._download = Reach(), Reach()
+        self._reach = Reach()
         #: The newest of each stage that is not over.
         self._attempts: dict[int, _Attempt] = {}
         #: The last step in which each stage let this peer reduce.
@@ -98,18 +104,16 @@ class Aggregator:
         attempt = self._attempt_of(message)
         now = asyncio.get_running_loop().time()
         for stage, other in list(self._attempts.items()):
-            if stage == message.stage or (other.reduction is None and other.lapses_at <= now):
+            if stage == message.stage or not other.may_begin(now - self._timing.average_s):
                 self._forget(stage, other, "a newer attempt began")
         self._make_room(attempt)
         self._attempts[message.stage] = attempt
-        upload, download = self._upload.tell(now), self._download.tell(now)
-        if upload is None or download is None:
-            return m.Assisting(member=self._link.context.member())
-        # All stages average at the same time.
+        # All stages average at the same time, so that each has its part of the link.
         helped = {message.stage, *(stage for stage, step in self._helped_at.items() if step >= message.step - 1)}
+        bandwidth = self._reach.tell(now)
         return m.Assisting(
-            member=self._link.context.member(), upload=upload / len(helped), download=download / len(helped),
-            is_limit=self._upload.is_limit(now) or self._download.is_limit(now),
+            member=self._link.context.member(), bandwidth=bandwidth and bandwidth / len(helped),
+            is_limit=self._reach.is_limit(now),
         )  # fmt: skip
 
     def _attempt_of(self, message: m.Assist) -> _Attempt:
@@ -120,7 +124,7 @@ class Aggregator:
         return _Attempt(
             message.step, message.term, message.num_members, Part(vector.num_elements, None, code), dtype,
             num_bytes=bytes_under_way(code, vector.num_elements, dtype, message.num_members),
-            lapses_at=asyncio.get_running_loop().time() + self._timing.average_s,
+            asked_at=asyncio.get_running_loop().time(),
         )  # fmt: skip
 
     def _make_room(self, attempt: _Attempt) -> None:
@@ -159,9 +163,7 @@ class Aggregator:
             async with asyncio.timeout(self._timing.average_s), self._carries.measured():
                 await self._all_reduced(reduction)
             if not self._carries.is_measuring:
-                now = asyncio.get_running_loop().time()
-                self._upload.heard(self._carries.upload, now)
-                self._download.heard(self._carries.download, now)
+                self._reach.heard(self._carries.upload, self._carries.download, asyncio.get_running_loop().time())
         except RoundFailed as failure:
             for fault in reduction.blamed.values():
                 logger.error("step %d, stage %d: %s", message.step, message.stage, fault)
@@ -266,12 +268,19 @@ class Aggregator:
         }  # fmt: skip
 
     async def retire(self, until: float) -> None:
-        """Help with nothing new; what is under way ends first, until the loop's time `until`."""
+        """Help with nothing new; what is under way ends first, and sums leave, until the loop's time `until`."""
         self._leaving = True
-        loop = asyncio.get_running_loop()
-        while loop.time() < until and any(x.reduction is not None for x in self._attempts.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        loop, served = asyncio.get_running_loop(), self._link.context.transport.served
+        num_served = -1
+        while loop.time() < until and (self._is_asked or served.num_bytes != num_served):
+            num_served = served.num_bytes
+            await asyncio.sleep(QUIET_S)
         await withdraw(self._link, aggregator_key(self._link.context.run), self._record)
+
+    @property
+    def _is_asked(self) -> bool:
+        asked_after = asyncio.get_running_loop().time() - self._timing.request_s
+        return any(attempt.may_begin(asked_after) for attempt in self._attempts.values())
 
     def close(self) -> None:
         for attempt in self._attempts.values():

@@ -110,15 +110,19 @@ class Auxiliaries:
 
     # ------------------------------------------------------------------------------------------------ judging
 
-    def judge(self, step: int, helpers: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, prepared: bool) -> bool:
-        """What an attempt of `step` says of the auxiliaries that helped; True if they are why it failed.
+    def judge(
+        self, step: int, helpers: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool
+    ) -> bool:
+        """What an attempt of `step` says of the auxiliaries that helped; True if it failed for their sake.
+
+        Then it is made again, also if some members hold the average: none is left out for an auxiliary's sake.
 
         Args:
             step: if its attempt failed, the next ones go on without.
             helpers: that took part.
             suspects: how often each was suspected, members and auxiliaries alike; between these, auxiliaries are to blame,
                 and also where nobody is suspected: they can be done without.
-            prepared: the stage holds the average.
+            everyone_holds: every member holds the average.
         """
         if not helpers:
             return False
@@ -126,15 +130,15 @@ class Auxiliaries:
         if most:
             failed = [x for x in helpers if suspects[x.key] == most]
         else:
-            failed = [] if prepared else list(helpers)
+            failed = [] if everyone_holds else list(helpers)
         for helper in helpers:
             if helper in failed:
                 self._leave_out(helper, f"an attempt of step {step} suffered from it")
-            elif prepared:
+            elif everyone_holds:
                 self._out.pop(helper.peer, None)
-        if not prepared:
+        if not everyone_holds:
             self._step_without = step
-        return bool(failed) and not prepared
+        return bool(failed) and not everyone_holds
 
     def _leave_out(self, aggregator: m.Member, reason: str) -> None:
         times, _ = self._out.get(aggregator.peer, (0, 0.0))

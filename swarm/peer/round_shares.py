@@ -18,7 +18,8 @@ Key = tuple[str, str]
 
 
 def _report(offer: m.Assisting) -> Report:
-    return Report(offer.member.peer[:8], offer.upload, offer.download, is_auxiliary=True, is_limit=offer.is_limit)
+    name, bandwidth = offer.member.peer[:8], offer.bandwidth
+    return Report(name, bandwidth, bandwidth, is_auxiliary=True, is_limit=offer.is_limit)
 
 
 class RoundShares:

@@ -16,10 +16,10 @@ from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.reduction import AUXILIARY_WINDOW, Payload, RoundFailed
-from swarm.base.errors import RemoteError
+from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
-from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState
+from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember, StepState, Turns
 from swarm.peer.tied_sums import TiedSums
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 class _Sending(Progress):
     """One request to an auxiliary; lets the next one begin once its bytes have left."""
 
-    def __init__(self, turns: asyncio.Semaphore, num_bytes: int, counted: Progress) -> None:
+    def __init__(self, turns: Turns, num_bytes: int, counted: Progress) -> None:
         super().__init__(among=counted)
-        self._turns: asyncio.Semaphore | None = turns
+        self._turns: Turns | None = turns
         self._size = num_bytes
         self._counted = counted
 
@@ -53,7 +53,7 @@ class _Sending(Progress):
 
     def sent(self) -> None:
         if self._turns is not None:
-            self._turns.release()
+            self._turns.give_back()
         self._turns = None
 
 
@@ -143,6 +143,7 @@ class Rounds:
             )  # fmt: skip
         except ValueError as error:
             raise RoundFailed(str(error)) from None
+        state.turns.clear()
         state.changed.set()
         return state.round
 
@@ -172,11 +173,14 @@ class Rounds:
         Nothing else moves on this member's line where an auxiliary reduces everything: if the whole window left at once, it
         would arrive at once, and the line would carry in one direction at a time.
         """
-        turns = state.turns.setdefault(target.key, asyncio.Semaphore(AUXILIARY_WINDOW // 2))
-        await turns.acquire()
+        turns = state.turns.setdefault(target.key, Turns(AUXILIARY_WINDOW // 2))
+        await turns.take()
         sending = _Sending(turns, 0 if part is None else part[0].num_bytes, state.from_others)
         try:
             return await self._exchange(message, target, phase, number, part, sending)
+        except LinkError as error:
+            turns.failure = error
+            raise
         finally:
             sending.sent()
 

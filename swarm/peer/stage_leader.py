@@ -199,10 +199,11 @@ class StageLeader:
                 reasons.append(f"{target.peer[:8]}: {reply}")
         if len(holders) > 1:
             reasons.append("members hold different averages")
-        if len(holders) != 1 and not suspects:
+        everyone_holds = [len(who) for who in holders.values()] == [len(targets)]
+        if not suspects and not everyone_holds:
             suspects.update(x.key for x in stalled)
-        for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, prepared=len(holders) == 1)
-        if len(holders) == 1:
+        for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, everyone_holds=everyone_holds)
+        if len(holders) == 1 and not for_their_sake:
             digest, who = next(iter(holders.items()))
             result = stage_result(message.term, message.seals, digest, squares, tuple(who), tied=tied)
             return m.Averaged(result=result, reason="; ".join(reasons)[:2000])

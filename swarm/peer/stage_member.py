@@ -55,6 +55,27 @@ class OwnSums:
     parts: dict[str, torch.Tensor]
 
 
+class Turns:
+    """So many requests to one auxiliary send their bytes at once; once one has failed, those that wait for a turn do too."""
+
+    def __init__(self, num: int) -> None:
+        self._free = asyncio.Semaphore(num)
+        self.failure: LinkError | None = None
+
+    async def take(self) -> None:
+        """
+        Raises:
+            LinkError: that of a request before.
+        """
+        await self._free.acquire()
+        if self.failure is not None:
+            self._free.release()
+            raise self.failure
+
+    def give_back(self) -> None:
+        self._free.release()
+
+
 @dataclass
 class StepState:
     """What a member knows of one step that has not committed."""
@@ -72,8 +93,8 @@ class StepState:
     own_sums: OwnSums | None = None
     #: How answers advance of those that wait for no heartbeat of this stage: members of other stages, and auxiliaries.
     from_others: Progress = field(default_factory=Progress)
-    #: Held by the requests to each auxiliary whose bytes are leaving.
-    turns: dict[tuple[str, str], asyncio.Semaphore] = field(default_factory=dict)
+    #: Of the requests to each auxiliary in the round.
+    turns: dict[tuple[str, str], Turns] = field(default_factory=dict)
 
     def follow(self, progress: Progress, round_: Round) -> None:
         """A round advances with slices, sums and bytes; not with heartbeats, or members would keep each other waiting."""

@@ -66,7 +66,7 @@ class Meter:
 
 
 class Reach:
-    """What an auxiliary tells of one direction of its link, in bytes per second."""
+    """What an auxiliary tells of its link, in bytes per second. What comes in goes out again: the slower direction counts."""
 
     def __init__(self) -> None:
         self._rate: float | None = None
@@ -76,14 +76,15 @@ class Reach:
         #: It had told too much: until then only what was measured counts.
         self._limited_until = -math.inf
 
-    def heard(self, meter: Meter, now: float) -> None:
-        """A round in which this peer helped has ended."""
-        if meter.newest is None:
-            return
-        if self._told is not None and meter.newest < MET * self._told:
+    def heard(self, upload: Meter, download: Meter, now: float) -> None:
+        """A round in which this peer helped has ended. One that was too small to show anything is not tried again soon."""
+        newest = [meter.newest for meter in (upload, download) if meter.newest is not None]
+        rates = [meter.rate for meter in (upload, download) if meter.rate is not None]
+        if not newest or (self._told is not None and min(newest) < MET * self._told):
             self._limited_until = now + FORGOTTEN_S
-        self._rate = meter.rate if now < self._limited_until else GROWTH * meter.newest
-        self._heard_at = now
+        if newest:
+            self._rate = min(rates) if now < self._limited_until else GROWTH * min(newest)
+            self._heard_at = now
 
     def tell(self, now: float) -> float | None:
         """For the next round; None if nothing is known (any more)."""

@@ -534,13 +534,14 @@ class Assist(Message):
 
 
 class Assisting(Message):
-    """The aggregator keeps memory for the attempt; who it is now, and what its link carries for one stage, as in `Collected`."""
+    """The aggregator keeps memory for the attempt; who it is now, and what it may carry for one stage.
+
+    In bytes per second each way (None: not known), and if it was seen to carry no more; else it was never asked to.
+    """
 
     kind: Literal["assisting"] = "assisting"
     member: Member
-    upload: Annotated[float, Field(gt=0)] | None = None
-    download: Annotated[float, Field(gt=0)] | None = None
-    #: It was seen to carry no more than that; else it was never asked to.
+    bandwidth: Annotated[float, Field(gt=0)] | None = None
     is_limit: bool = False
 
 

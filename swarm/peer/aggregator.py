@@ -165,6 +165,7 @@ class Aggregator:
             if not self._carries.is_measuring:
                 self._reach.heard(self._carries.upload, self._carries.download, asyncio.get_running_loop().time())
         except RoundFailed as failure:
+            reduction.fail(failure)
             for fault in reduction.blamed.values():
                 logger.error("step %d, stage %d: %s", message.step, message.stage, fault)
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
@@ -205,7 +206,7 @@ class Aggregator:
                 patience with this peer does.
         """
         loop, movement = asyncio.get_running_loop(), self._movement_of(reduction)
-        patience_s = max(self._timing.stall_s - 2 * self._timing.heartbeat_s, self._timing.stall_s / 2)
+        patience_s = max(self._timing.stall_s - 3 * self._timing.heartbeat_s, self._timing.stall_s / 2)
         reduced = asyncio.ensure_future(reduction.all_reduced())
         seen, moved_at = movement(), loop.time()
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from processes import environment, launcher, wait_until
 
 START_S = 60.0
-RUN = 'name = "by-hand"\nnum_stages = 2\ntotal_steps = 4\ndata = "text.txt"\neval_samples = 8\n'
+RUN = 'name = "by-hand"\nnum_stages = 2\ntotal_steps = 4\ndata = "text.txt"\neval_samples = 8\nauxiliaries = 1\n'
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def test_three_launchers_by_hand_make_a_swarm(tmp_path: Path) -> None:
     with ExitStack() as stack:
         here = ["--host", "127.0.0.1"]
         backbone, backbone_out = stack.enter_context(
-            started(tmp_path, "backbone", "backbone", "--run", "run.toml", *here)
+            started(tmp_path, "backbone", "backbone", "--run", "run.toml", "--aggregate", *here)
         )
         join = ["--join", address_of(backbone, backbone_out), *here]
         stages = [
@@ -70,7 +70,9 @@ def test_three_launchers_by_hand_make_a_swarm(tmp_path: Path) -> None:
         ))
         status = subprocess.run(launcher("status", join[1], "--log-format", "json"), capture_output=True, text=True,
                                 env=environment(), check=True, cwd=tmp_path)
-        assert json.loads(status.stdout)["peers"][0]["role"] == "backbone"
+        asked = json.loads(status.stdout)["peers"][0]
+        assert asked["role"] == "backbone"
+        assert asked["detail"]["attempts_helped"] == 0, "it would help, if averages were large enough to be worth it"
         assert trainer.wait(timeout=START_S) == 0, trainer_out.read_text()
         assert len(metrics.read_text().splitlines()) == 4
         assert "evaluation at step 4" in trainer_out.read_text()

@@ -51,6 +51,11 @@ def test_an_unknown_option_is_one_line_and_exit_code_2(program: str, capsys: pyt
     assert "--no-such-option" in one_line(capsys, program)
 
 
+def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("launch_backbone", "--run", str(run_file), "--host", "127.0.0.1", "--aggregate") == 2
+    assert "the run uses no auxiliaries; create one with auxiliaries = 1" in one_line(capsys, "launch_backbone")
+
+
 def test_options_cannot_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("launch_local", "--trainer", "2") == 2
     assert "--trainer" in one_line(capsys, "launch_local")

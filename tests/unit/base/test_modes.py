@@ -62,6 +62,9 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
         ({"inner_batch_size": 8}, "inner_batch_size belongs to mode 'local', and mode is 'sync'"),
         ({"fragments": 2}, "fragments belongs to mode 'local'"),
         ({"aggregation": "centered_clip", "average_compression": "powersgd"}, "it excludes average_compression 'powersgd'"),
+        ({"auxiliaries": 1, "average_compression": "powersgd"}, "they exclude average_compression 'powersgd'"),
+        ({"auxiliaries": 1, "aggregation": "centered_clip"}, "they exclude aggregation 'centered_clip'"),
+        ({"auxiliaries": 1, "mode": "local", "inner_batch_size": 8, "fragments": 2}, "they exclude fragments"),
         ({"aggregation": "centered_clip", "mode": "local", "inner_batch_size": 8, "fragments": 2}, "it excludes fragments"),
     ],
 )

@@ -203,6 +203,11 @@ class RunConfig(BaseModel):
                     f"inner_batch_size {self.inner_batch_size} is above target_batch_size {self.target_batch_size}: no "
                     "peer would ever update its copy before the step ends"
                 )
+            if self.fragments > self.total_steps:
+                raise ValueError(
+                    f"{self.fragments} fragments in {self.total_steps} steps: each step averages one; some would never be "
+                    "shared"
+                )
             if self.delay_steps:
                 raise ValueError("mode 'local' excludes delay_steps: a peer never waits for others between its own updates")
             if self.average_compression == "powersgd":

@@ -60,6 +60,7 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
         ({"mode": "local", "inner_batch_size": 8, "average_compression": "powersgd"}, "mode 'local' has 'cocktail'"),
         ({"average_compression": "cocktail"}, "'cocktail' sends differences of models: it needs mode 'local'"),
         ({"inner_batch_size": 8}, "inner_batch_size belongs to mode 'local', and mode is 'sync'"),
+        ({"mode": "local", "inner_batch_size": 8, "fragments": 61}, "61 fragments in 60 steps"),
         ({"fragments": 2}, "fragments belongs to mode 'local'"),
         ({"aggregation": "centered_clip", "average_compression": "powersgd"}, "it excludes average_compression 'powersgd'"),
         ({"auxiliaries": 1, "average_compression": "powersgd"}, "they exclude average_compression 'powersgd'"),

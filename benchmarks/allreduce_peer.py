@@ -76,9 +76,10 @@ async def serve(options: dict[str, Any]) -> None:
     compute = StageCompute(OneParameter(num_elements), 0, precision=config.precision, seed=0)
     threads = [ThreadExecutor(name) for name in ("compute", "background", "storage")]
     moments = moments_for(config, compute.layout, dtype=compute.master_dtype, device="cpu")
-    member = StageMember(link, 0, compute, moments, *threads, Tasks())
+    tasks = Tasks()
+    member = StageMember(link, 0, compute, moments, *threads, tasks)
     Rounds(link, member)
-    StageLeader(link, member)
+    StageLeader(link, member, tasks)
     accumulator = member.step_state(0).accumulator
     accumulator.ledger.grant(index, accumulator.ledger.term)
     accumulator.add(index, Entry(1, 0.0), [gradient_of(index, num_elements)])

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | None = None) -> StageFactory:
     """The factory of the run's model: a preset's, or what `package.module:factory` returns when called with `config`.
 
-    Where the run names parameters that are not trained, every stage is outlined to see that there are such.
+    Where the run names parameters that are not trained, every stage is outlined to see that there are such. A local run's
+    stages share no trained parameter.
 
     Args:
         may_import: False refuses dotted paths. For a configuration that came from the network, pass what the operator
@@ -32,6 +33,14 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
         from swarm.stage.compute import require_parameters
 
         require_parameters(factory, config.frozen)
+    if config.mode == "local":
+        from swarm.stage.module import ties_of
+
+        if ties_of(factory, config.frozen):
+            raise ConfigError(
+                "mode 'local' cannot keep parameters equal that several stages hold (tied weights): use mode 'sync', or a model "
+                "without tied weights"
+            )
     return factory
 
 

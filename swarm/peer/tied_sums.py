@@ -16,10 +16,11 @@ import torch
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.reduction import RoundFailed
 from swarm.averaging.tied import Tied, TiedRange, TiedRanges
-from swarm.base.errors import ConfigError, LinkError, RemoteError
+from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
-from swarm.peer.stage_member import CHUNK_ELEMENTS, OwnSums, StageMember, StepState
+from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember
+from swarm.peer.step_state import OwnSums, StepState
 from swarm.stage.accumulator import is_finite
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tie
@@ -41,11 +42,6 @@ class TiedSums:
         self._link = link
         self._member = member
         self._ranges = TiedRanges(ties, member.stage, member.compute.layout)
-        if self._ranges and member.config.mode == "local":
-            raise ConfigError(
-                "mode 'local' cannot keep parameters equal that several stages hold (tied weights): use mode 'sync', or a model "
-                "without tied weights"
-            )
         link.register(m.FetchTied, self._on_fetch)
 
     def __bool__(self) -> bool:

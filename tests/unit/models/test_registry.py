@@ -65,6 +65,22 @@ def test_a_pattern_of_frozen_parameters_that_fits_none_is_refused(model: str) ->
     )
 
 
+def test_a_local_run_of_a_model_with_tied_weights_in_two_stages_is_refused() -> None:
+    """In one stage, or frozen, they may be tied."""
+    options = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+               "num_attention_heads": 2, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
+
+    def made(**changes: object) -> StageFactory:
+        base: dict[str, object] = {"model": "causal-lm", "model_options": options, "mode": "local", "inner_batch_size": 8}
+        return factory_of(RunConfig(**{**base, "num_stages": 2, **changes}))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="mode 'local' cannot keep parameters equal that several stages hold"):
+        made()
+    made(num_stages=1)
+    made(frozen=("model.embed_tokens.*", "lm_head.*"))
+    made(mode="sync", inner_batch_size=0)
+
+
 def test_model_options_override_a_preset() -> None:
     options = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     factory = factory_of(RunConfig(model="llama-small", model_options=options))

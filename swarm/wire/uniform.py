@@ -15,7 +15,8 @@ _SIGMAS = 6.0
 def encode(flat: np.ndarray) -> np.ndarray:
     """Payload, as uint8, of `flat` [n], finite fp32 or fp64."""
     step = max(float(flat.std(dtype=np.float64)) * _SIGMAS / 256, 1e-300)
-    codes = np.clip(np.round(flat / step) + 128, 0, 255).astype(np.uint8)
+    with np.errstate(over="ignore"):  # a single value has no deviation, and any code will do
+        codes = np.clip(np.round(flat / step) + 128, 0, 255).astype(np.uint8)
     counts = np.bincount(codes, minlength=256)
     codebook = np.bincount(codes, weights=flat, minlength=256) / np.maximum(counts, 1)
     return np.concatenate([codes, codebook.astype(np.float32).view(np.uint8)])

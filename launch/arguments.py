@@ -200,6 +200,12 @@ def add_model_option(parser: argparse._ActionsContainer) -> None:
                         "or a Hugging Face hub id (default: the run file's; a stage takes the weights from its peers)")
 
 
+def add_import_option(parser: argparse._ActionsContainer) -> None:
+    """For commands that read a run from this machine's disk, whose configuration may name its owner's code."""
+    parser.add_argument("--allow-import", action="store_true",
+                        help="import the run's own model if it names one as package.module:factory")
+
+
 # ------------------------------------------------------------------------------------------------ RunConfig fields
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from launch.arguments import (
     EXIT_DONE,
     LaunchParser,
+    add_import_option,
     add_logging_options,
     add_model_option,
     count,
@@ -55,8 +56,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--tokenizer", metavar="DIR", type=existing_path, default=None,
                         help="put the run's tokenizer beside the model (default: that of --model, or of a local run)")
     add_model_option(parser)
-    parser.add_argument("--allow-import", action="store_true",
-                        help="import the run's own model if it names one as package.module:factory")
+    add_import_option(parser)
     add_logging_options(parser)
     return parser.parse(argv)
 

@@ -10,6 +10,7 @@ from launch.arguments import (
     EXIT_DONE,
     LaunchParser,
     add_config_options,
+    add_import_option,
     add_logging_options,
     config_overrides,
     count,
@@ -38,8 +39,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--step", metavar="N", type=count, default=None,
                         help="the checkpoint after this many steps of the old run "
                         "(default: the newest that covers all stages)")
-    parser.add_argument("--allow-import", action="store_true",
-                        help="import the run's own model if it names one as package.module:factory")
+    add_import_option(parser)
     add_config_options(parser)
     add_logging_options(parser)
     return parser.parse(argv)

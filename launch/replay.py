@@ -11,6 +11,7 @@ from launch.arguments import (
     EXIT_FAILED,
     LaunchParser,
     add_data_options,
+    add_import_option,
     add_logging_options,
     add_model_option,
     count,
@@ -57,8 +58,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                         + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items()) + ")")
     add_data_options(parser.add_argument_group("data"))
     add_model_option(parser)
-    parser.add_argument("--allow-import", action="store_true",
-                        help="import the run's own model if it names one as package.module:factory")
+    add_import_option(parser)
     add_logging_options(parser)
     return parser.parse(argv)
 

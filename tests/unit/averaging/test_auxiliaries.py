@@ -11,7 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_averaging_round import TERM, decoded, make_exchanges, member, on_the_wire, payload, plain_sum, seals
+from test_averaging_round import (
+    TERM,
+    coded_sum,
+    decoded,
+    make_exchanges,
+    member,
+    on_the_wire,
+    payload,
+    plain_sum,
+    seals,
+)
 
 from swarm.averaging.all_reduce import Average, Exchange, Round
 from swarm.averaging.compressors.interface import Contribution
@@ -19,7 +29,7 @@ from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.reduction import AUXILIARY_WINDOW, Code, Part, Payload, Reduction, RoundFailed, bytes_under_way
 from swarm.base.errors import RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
-from swarm.policy.shares import bounds, hagenbach_bischoff
+from swarm.policy.shares import hagenbach_bischoff
 
 torch.set_num_threads(1)
 
@@ -147,15 +157,7 @@ def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
         return await Group(contributions, 1, shares, codec=codec, seed=seed, chunk_elements=chunk_elements).run()
 
     results = run_virtual(main())
-    expected = torch.empty(num_elements)
-    for j, (first, last) in enumerate(bounds(shares)):
-        for start in range(first, last, chunk_elements):
-            end = min(start + chunk_elements, last)
-            total = torch.zeros(end - start)
-            for i, contribution in enumerate(contributions):
-                part = contribution[start:end]  # type: ignore[index]
-                total = total + (part if i == j else decoded(payload(part, codec)))
-            expected[start:end] = decoded(payload(total, codec))
+    expected = coded_sum(contributions, shares, chunk_elements, codec)
     for result in results:
         assert isinstance(result, Average), result
         assert torch.equal(result.flat, expected)

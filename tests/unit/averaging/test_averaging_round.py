@@ -121,6 +121,22 @@ def averages(
     return results  # type: ignore[return-value]
 
 
+def coded_sum(
+    contributions: list[torch.Tensor | None], shares: list[int], chunk_elements: int, codec: str
+) -> torch.Tensor:
+    """Chunk by chunk: every part but the reducer's own is coded, summed in order, and the sum is coded once more."""
+    expected = torch.empty(sum(shares))
+    for j, (first, last) in enumerate(bounds(shares)):
+        for start in range(first, last, chunk_elements):
+            end = min(start + chunk_elements, last)
+            total = torch.zeros(end - start)
+            for i, contribution in enumerate(contributions):
+                part = contribution[start:end]  # type: ignore[index]
+                total = total + (part if i == j else decoded(payload(part, codec)))
+            expected[start:end] = decoded(payload(total, codec))
+    return expected
+
+
 def plain_sum(contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     total = torch.zeros(num_elements, dtype=dtype)
     for contribution in contributions:
@@ -163,15 +179,7 @@ def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
     generator = torch.Generator().manual_seed(seed)
     contributions: list[torch.Tensor | None] = [torch.randn(num_elements, generator=generator) for _ in range(num)]
     results = averages(contributions, num_elements, seed=seed, chunk_elements=chunk_elements, codec=codec)
-    expected = torch.empty(num_elements)
-    for j, (first, last) in enumerate(bounds(hagenbach_bischoff(num_elements, [1.0] * num))):
-        for start in range(first, last, chunk_elements):
-            end = min(start + chunk_elements, last)
-            total = torch.zeros(end - start)
-            for i, contribution in enumerate(contributions):
-                part = contribution[start:end]  # type: ignore[index]
-                total = total + (part if i == j else decoded(payload(part, codec)))
-            expected[start:end] = decoded(payload(total, codec))
+    expected = coded_sum(contributions, hagenbach_bischoff(num_elements, [1.0] * num), chunk_elements, codec)
     assert len({result.digest for result in results}) == 1, "replicas_identical"
     assert torch.equal(results[0].flat, expected)
 

@@ -48,7 +48,7 @@ class Peer:
     def __init__(self, directory: Path, name: str, *argv: object) -> None:
         self.log = directory / f"{name}.log"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(_launcher("stage", *argv), stdout=log, stderr=log, cwd=ROOT)
+            self.process = subprocess.Popen(_launcher("stage", "--no-restart", *argv), stdout=log, stderr=log, cwd=ROOT)
         self.peak_bytes = self.bytes_read = 0
         self._served = threading.Event()
         self._began = time.monotonic()

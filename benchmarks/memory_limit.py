@@ -41,6 +41,8 @@ class Process:
         self.name = name
         self.log = directory / f"{name}.log"
         command = [sys.executable, "-W", "ignore", "-m", f"launch.{module}", "--host", "127.0.0.1", *map(str, argv)]
+        if module == "stage":  # no supervisor: the process that is watched is the one that computes
+            command.append("--no-restart")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT,
                                             preexec_fn=limited if limit_bytes else None)

@@ -52,7 +52,8 @@ def new_config(old: RunConfig, options: Namespace) -> RunConfig:
         ConfigError: nothing is changed, or a value is of no use.
     """
     overrides = config_overrides(options)
-    new = build_config(RunFile(path=options.checkpoints[0], fields=old.model_dump(mode="json")), overrides)
+    saved = RunFile(path=options.checkpoints[0], fields=old.model_dump(mode="json"), config_bytes=old.to_bytes())
+    new = build_config(saved, overrides)
     if new == old:
         raise ConfigError("nothing is changed: to go on with the same run, start its processes again")
     if (new.model, new.seed) != (old.model, old.seed):

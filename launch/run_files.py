@@ -159,7 +159,8 @@ def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunC
     sources = [str(run_file.path)] if run_file else []
     if overrides or not sources:
         sources.append("command line")
-    return parse_config(merged, where=" with ".join(sources))
+    is_saved = run_file is not None and run_file.config_bytes is not None
+    return parse_config(merged, where=" with ".join(sources), given=overrides if is_saved else None)
 
 
 def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from swarm.base.errors import ConfigError
-from swarm.base.ids import RunId
+from swarm.base.ids import MAX_TICKETS, RunId
 
 
 class Timing(BaseModel):
@@ -20,20 +21,42 @@ class Timing(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    heartbeat_s: float = Field(0.5, gt=0, description="a server that still works says so this often")
-    connect_s: float = Field(2.0, gt=0, description="a connection must stand within this time")
-    stall_s: float = Field(8.0, gt=0, description="a caller waits only while counters advance within this time")
-    request_s: float = Field(4.0, gt=0, description="deadline of a short request that needs no compute")
-    lease_s: float = Field(8.0, gt=0, description="a trainer silent for longer loses its tickets")
-    coordinator_s: float = Field(3.0, gt=0, description="a coordinator silent for longer is replaced")
-    record_ttl_s: float = Field(10.0, gt=0, description="life of a DHT record at its receiver; renewed at a third")
+    heartbeat_s: float = Field(0.5, ge=0.01, description="a server that still works says so this often")
+    connect_s: float = Field(2.0, ge=0.05, description="a connection must stand within this time")
+    stall_s: float = Field(8.0, ge=0.05, description="a caller waits only while counters advance within this time")
+    request_s: float = Field(4.0, ge=0.05, description="deadline of a short request that needs no compute")
+    lease_s: float = Field(8.0, ge=0.05, description="a trainer silent for longer loses its tickets")
+    coordinator_s: float = Field(3.0, ge=0.05, description="a coordinator silent for longer is replaced")
+    record_ttl_s: float = Field(
+        10.0, ge=0.1, le=3600, description="life of a DHT record at its receiver; renewed at a third"
+    )
     genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
-    stage_lost_s: float = Field(60.0, gt=0, description="a stage without a holder for this long is lost")
-    average_s: float = Field(30.0, gt=0, description="one averaging round inside a stage must end within this time")
+    stage_lost_s: float = Field(60.0, ge=0.05, description="a stage without a holder for this long is lost")
+    average_s: float = Field(30.0, ge=0.05, description="one averaging round inside a stage must end within this time")
     rebalance_every_s: float = Field(
         300.0, ge=0, description="time between decisions whether peers move to another stage; 0 moves nobody"
     )
 
+    @model_validator(mode="after")
+    def _cross_check(self) -> Timing:
+        if self.stall_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"stall_s {self.stall_s:g} is below two heartbeats of {self.heartbeat_s:g} s (heartbeat_s): every wait would fail"
+            )
+        return self
+
+
+#: What an option is for, as another field and its values that use it; `parse_config` refuses to set it beside others.
+BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
+    "min_lr_ratio": ("lr_schedule", ("linear", "cosine")),
+    "powersgd_rank": ("average_compression", ("powersgd",)),
+    "cocktail_top": ("average_compression", ("cocktail",)),
+    "clip_radius": ("aggregation", ("centered_clip",)),
+    "inner_batch_size": ("mode", ("local",)),
+    "outer_learning_rate": ("mode", ("local",)),
+    "outer_momentum": ("mode", ("local",)),
+    "fragments": ("mode", ("local",)),
+}
 
 TIMING_PRESETS: dict[str, dict[str, float]] = {
     "local": {},
@@ -89,19 +112,19 @@ class RunConfig(BaseModel):
         None, description="train adapters only: r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj,bits=8; each may be left out"
     )
     num_stages: int = Field(3, ge=1, le=1024, description="spans of layers the model is cut into")
-    sequence_length: int = Field(64, ge=1, description="tokens per sample")
-    micro_batch_size: int = Field(8, ge=1, description="samples per micro-batch (ticket)")
+    sequence_length: int = Field(64, ge=1, le=2**24, description="tokens per sample")
+    micro_batch_size: int = Field(8, ge=1, le=2**20, description="samples per micro-batch (ticket)")
     target_batch_size: int = Field(64, ge=1, description="samples per optimizer step; a multiple of micro_batch_size")
-    total_steps: int = Field(60, ge=1, description="optimizer steps of the run")
+    total_steps: int = Field(60, ge=1, le=2**32, description="optimizer steps of the run")
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         "adamw", description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too"
     )
-    learning_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
+    learning_rate: float = Field(3e-3, ge=1e-12, le=10, description="peak learning rate of AdamW")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW decoupled weight decay")
-    max_grad_norm: float = Field(1.0, gt=0, description="global gradient norm over all stages is clipped to this")
+    epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon")
+    weight_decay: float = Field(0.01, ge=0, le=100, description="AdamW decoupled weight decay")
+    max_grad_norm: float = Field(1.0, ge=1e-6, description="global gradient norm over all stages is clipped to this")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
@@ -112,11 +135,11 @@ class RunConfig(BaseModel):
         "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits"
     )
     powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")
-    cocktail_top: float = Field(0.2, gt=0, le=1, description="part of a fragment's elements that cocktail sends")
+    cocktail_top: float = Field(0.2, ge=1e-4, le=1, description="part of a fragment's elements that cocktail sends")
     aggregation: Literal["mean", "centered_clip"] = Field(
         "mean", description="centered_clip: no peer can pull a stage's average farther than clip_radius (CenteredClip)"
     )
-    clip_radius: float = Field(1.0, gt=0, description="of centered_clip, as a norm of a stage's mean gradient")
+    clip_radius: float = Field(1.0, ge=1e-3, le=1e3, description="of centered_clip, as a norm of a stage's mean gradient")
     max_group: int = Field(16, ge=2, le=4096, description="more peers of a stage than this average in groups, level by level")
     auxiliaries: int = Field(
         0, ge=0, le=64, description="aggregators (launch_backbone --aggregate) that a stage lets reduce parts of its averages, "
@@ -130,7 +153,7 @@ class RunConfig(BaseModel):
         0, ge=0, description="mode local: samples after which a peer updates its own copy; H updates by P peers of a stage "
         "take a target_batch_size of H * P times as many"
     )
-    outer_learning_rate: float = Field(0.7, gt=0, description="mode local: of the outer SGD with Nesterov momentum")
+    outer_learning_rate: float = Field(0.7, ge=1e-6, le=10, description="mode local: of the outer SGD with Nesterov momentum")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="mode local: of the outer SGD")
     fragments: int = Field(
         1, ge=1, le=4096, description="mode local: each step averages one of so many parts of the parameters, in turn"
@@ -148,7 +171,8 @@ class RunConfig(BaseModel):
     checkpoint_copies: int = Field(2, ge=1, description="peers of a stage that write each checkpoint")
     checkpoint_keep: int = Field(2, ge=1, description="checkpoints kept per peer")
     min_peers_per_stage: int = Field(
-        1, ge=1, description="peers of every stage needed to start; above 1 also to go on, with a majority of the last members"
+        1, ge=1, le=4096, description="peers of every stage needed to start; above 1 also to go on, with a majority of the last "
+        "members"
     )
     timing: Timing = Field(Timing(), description="deadlines")
 
@@ -170,6 +194,11 @@ class RunConfig(BaseModel):
         if self.target_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"target_batch_size {self.target_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        if self.tickets_per_step > MAX_TICKETS:
+            raise ValueError(
+                f"target_batch_size {self.target_batch_size} is more than {MAX_TICKETS} micro-batches of "
+                f"{self.micro_batch_size}: raise micro_batch_size"
             )
         if self.average_compression != "none" and self.precision == "fp64":
             raise ValueError(
@@ -214,8 +243,7 @@ class RunConfig(BaseModel):
                 raise ValueError("average_compression 'powersgd' is for gradients (mode 'sync'); mode 'local' has 'cocktail'")
             return
         if self.inner_batch_size or self.fragments > 1:
-            what = "inner_batch_size" if self.inner_batch_size else "fragments"
-            raise ValueError(f"{what} belongs to mode 'local', and mode is 'sync'")
+            raise ValueError(_belongs(self, "inner_batch_size" if self.inner_batch_size else "fragments"))
         if self.average_compression == "cocktail":
             raise ValueError("average_compression 'cocktail' sends differences of models: it needs mode 'local'")
 
@@ -241,10 +269,30 @@ def run_id_of(config_bytes: bytes) -> RunId:
     return hashlib.sha256(b"swarm run\0" + config_bytes).hexdigest()
 
 
-def parse_config(data: dict[str, Any], *, where: str) -> RunConfig:
+def _belongs(config: RunConfig, option: str) -> str:
+    """Why `option` is of no use in `config`, and what to do."""
+    field, values = BELONGS_TO[option]
+    what = " or ".join(map(repr, values))
+    default = RunConfig.model_fields[option].default
+    return (f"{option} belongs to {field} {what}, and {field} is {getattr(config, field)!r}: "
+            f"leave it at {default:g} or set {field}")
+
+
+def _unused(config: RunConfig, given: Iterable[str]) -> str:
+    """What is wrong with the first of the fields `given` that is set to something and that nothing uses, or ""."""
+    for option in BELONGS_TO:
+        field, values = BELONGS_TO[option]
+        is_set = option in given and getattr(config, option) != RunConfig.model_fields[option].default
+        if is_set and getattr(config, field) not in values:
+            return _belongs(config, option)
+    return ""
+
+
+def parse_config(data: dict[str, Any], *, where: str, given: Iterable[str] | None = None) -> RunConfig:
     """Validate `data` (from TOML, JSON or the command line) into a `RunConfig`.
 
-    `timing` may be a preset's name, or a table with an optional `preset` and overrides.
+    `timing` may be a preset's name, or a table with an optional `preset` and overrides. `given` are the keys of `data` that
+    the user wrote (default: all); the others come from a run that exists, and what they leave unused harms nobody.
 
     Raises:
         ConfigError: one line naming `where`, the field, and what is wrong.
@@ -260,9 +308,12 @@ def parse_config(data: dict[str, Any], *, where: str) -> RunConfig:
             raise ConfigError(f"{where}: timing preset {preset!r} is none of {', '.join(TIMING_PRESETS)}")
         data["timing"] = {**TIMING_PRESETS[preset], **timing}
     try:
-        return RunConfig(**data)
+        config = RunConfig(**data)
     except ValidationError as error:
         raise ConfigError(f"{where}: {_first_problem(error)}") from None
+    if problem := _unused(config, frozenset(data if given is None else given)):
+        raise ConfigError(f"{where}: {problem}")
+    return config
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -16,6 +16,10 @@ Head = str
 RunId = str
 
 
+#: The most micro-batches of one step; messages list them.
+MAX_TICKETS = 65536
+
+
 class Address(NamedTuple):
     """Where a peer listens: the same port number serves TCP (HTTP) and UDP (DHT)."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, TypeAdapter, model_validator
 
-from swarm.base.ids import Ballot, Ticket
+from swarm.base.ids import MAX_TICKETS, Ballot, Ticket
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -29,7 +29,6 @@ MAX_PHASES = 64
 MAX_AUXILIARIES = 64
 #: A sparse tensor takes 32 times its payload in memory.
 MAX_SPARSE_ELEMENTS = 2**22
-MAX_TICKETS = 65536
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

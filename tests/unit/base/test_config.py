@@ -24,9 +24,12 @@ OTHER_VALUES: dict[str, object] = {
     "aggregation": "centered_clip", "clip_radius": 0.5, "outer_learning_rate": 0.5, "outer_momentum": 0.5, "fragments": 2,
     "auxiliaries": 1,
 }  # fmt: skip
+_LOCAL: dict[str, object] = {"mode": "local", "inner_batch_size": 8}
 #: What a field needs beside it.
 TOGETHER: dict[str, dict[str, object]] = {
-    "mode": {"inner_batch_size": 8}, "inner_batch_size": {"mode": "local"}, "fragments": {"mode": "local", "inner_batch_size": 8},
+    "mode": {"inner_batch_size": 8}, "inner_batch_size": {"mode": "local"}, "fragments": _LOCAL, "outer_learning_rate": _LOCAL,
+    "outer_momentum": _LOCAL, "cocktail_top": {**_LOCAL, "average_compression": "cocktail"},
+    "powersgd_rank": {"average_compression": "powersgd"}, "clip_radius": {"aggregation": "centered_clip"},
 }
 
 
@@ -63,6 +66,22 @@ def message_of(data: dict[str, object]) -> str:
         ({"num_stage": 3}, "num_stage"),
         ({"target_batch_size": 10, "micro_batch_size": 4}, "target_batch_size"),
         ({"target_batch_size": 4, "micro_batch_size": 8}, "target_batch_size"),
+        ({"target_batch_size": 10**12}, "target_batch_size 1000000000000 is more than 65536 micro-batches of 8"),
+        ({"learning_rate": 1e3}, "learning_rate: Input should be less than or equal to 10"),
+        ({"learning_rate": 1e-30}, "learning_rate"),
+        ({"epsilon": 1e3}, "epsilon"),
+        ({"weight_decay": 1e6}, "weight_decay"),
+        ({"max_grad_norm": 1e-30}, "max_grad_norm"),
+        ({"average_compression": "cocktail", "cocktail_top": 1e-30, **_LOCAL}, "cocktail_top"),
+        ({"aggregation": "centered_clip", "clip_radius": 1e30}, "clip_radius"),
+        ({"outer_learning_rate": 1e30, **_LOCAL}, "outer_learning_rate"),
+        ({"sequence_length": 10**12}, "sequence_length"),
+        ({"micro_batch_size": 10**12}, "micro_batch_size"),
+        ({"total_steps": 10**15}, "total_steps"),
+        ({"min_peers_per_stage": 10**6}, "min_peers_per_stage"),
+        ({"timing": {"record_ttl_s": 1e6}}, "timing.record_ttl_s"),
+        ({"timing": {"connect_s": 1e-9}}, "timing.connect_s"),
+        ({"timing": {"stall_s": 0.6}}, "timing: stall_s 0.6 is below two heartbeats of 0.5 s (heartbeat_s)"),
     ],
 )
 def test_an_error_is_one_line_and_names_where_and_which_field(data: dict[str, object], field: str) -> None:
@@ -157,7 +176,7 @@ def test_the_run_id_changes_with_any_field(field: str) -> None:
     else:
         assert getattr(base, field) != OTHER_VALUES[field]
         beside = TOGETHER.get(field, {})
-        base = parse_config(beside if field == "fragments" else {}, where="x")
+        base = parse_config({} if field in ("mode", "inner_batch_size") else beside, where="x")
         other = parse_config({field: OTHER_VALUES[field], **beside}, where="x")
     assert run_id_of(other.to_bytes()) != run_id_of(base.to_bytes())
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import swarm.averaging
-from swarm.base.config import RunConfig, parse_config
+from swarm.base.config import BELONGS_TO, RunConfig, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
 
 TABLE = Path(swarm.averaging.__file__).parent / "MODES.md"
@@ -59,7 +59,10 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
         ({"mode": "local", "inner_batch_size": 8, "delay_steps": 1}, "mode 'local' excludes delay_steps"),
         ({"mode": "local", "inner_batch_size": 8, "average_compression": "powersgd"}, "mode 'local' has 'cocktail'"),
         ({"average_compression": "cocktail"}, "'cocktail' sends differences of models: it needs mode 'local'"),
-        ({"inner_batch_size": 8}, "inner_batch_size belongs to mode 'local', and mode is 'sync'"),
+        ({"inner_batch_size": 8}, "inner_batch_size belongs to mode 'local', and mode is 'sync': leave it at 0 or set mode"),
+        ({"powersgd_rank": 8}, "powersgd_rank belongs to average_compression 'powersgd', and average_compression is 'none': "
+         "leave it at 4 or set average_compression"),
+        ({"min_lr_ratio": 0.5, "lr_schedule": "constant"}, "min_lr_ratio belongs to lr_schedule 'linear' or 'cosine'"),
         ({"mode": "local", "inner_batch_size": 8, "fragments": 61}, "61 fragments in 60 steps"),
         ({"fragments": 2}, "fragments belongs to mode 'local'"),
         ({"aggregation": "centered_clip", "average_compression": "powersgd"}, "it excludes average_compression 'powersgd'"),
@@ -73,3 +76,53 @@ def test_what_does_not_go_together_is_refused_by_name(data: dict[str, object], m
     with pytest.raises(ConfigError) as raised:
         parse_config(data, where="run.toml")
     assert message in str(raised.value)
+
+
+#: For each option that belongs to something: a value of its own, and what else a run that uses it needs.
+USES: dict[str, tuple[object, dict[str, object]]] = {
+    "min_lr_ratio": (0.5, {}),
+    "powersgd_rank": (8, {}),
+    "cocktail_top": (0.5, {"mode": "local", "inner_batch_size": 8}),
+    "clip_radius": (2.0, {}),
+    "inner_batch_size": (8, {}),
+    "outer_learning_rate": (0.5, {"inner_batch_size": 8}),
+    "outer_momentum": (0.5, {"inner_batch_size": 8}),
+    "fragments": (2, {"inner_batch_size": 8}),
+}
+
+
+def belongings() -> dict[str, tuple[str, set[str]]]:
+    """What the table says that each option belongs to."""
+    rows = [line.strip("|").split("|") for line in TABLE.read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row] for row in rows if len(row) == 3 and " = " in row[1]]
+    split = [(options.split(", "), what.partition(" = ")) for options, what, _ in cells]
+    return {option: (field, set(values.split(" or "))) for options, (field, _, values) in split for option in options}
+
+
+def test_the_table_says_what_each_option_belongs_to() -> None:
+    assert belongings() == {option: (field, set(values)) for option, (field, values) in BELONGS_TO.items()}
+    assert USES.keys() == BELONGS_TO.keys()
+
+
+@pytest.mark.parametrize("option", BELONGS_TO)
+def test_an_option_of_another_mode_is_refused_where_it_was_set(option: str) -> None:
+    value, beside = USES[option]
+    field, values = BELONGS_TO[option]
+    for used in values:
+        assert is_allowed({option: value, field: used, **beside})
+    other = {"lr_schedule": "constant"}.get(field, RunConfig.model_fields[field].default)
+    unused = {option: value, field: other}
+    with pytest.raises(ConfigError) as raised:
+        parse_config(unused, where="run.toml")
+    message = str(raised.value)
+    assert message.startswith(f"run.toml: {option} belongs to {field} ")
+    assert f", and {field} is {other!r}: leave it at " in message
+    default = RunConfig.model_fields[option].default
+    assert is_allowed({**unused, option: default}), "every saved run states its defaults"
+
+
+def test_a_run_that_was_saved_with_an_option_that_nothing_uses_still_loads() -> None:
+    saved = RunConfig(powersgd_rank=8, outer_momentum=0.5)
+    assert parse_config_bytes(saved.to_bytes()) == saved
+    again = parse_config({**saved.model_dump(), "seed": 3}, where="x", given={"seed"})
+    assert again.powersgd_rank == 8

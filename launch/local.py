@@ -88,12 +88,16 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
     Raises:
         ConfigError: one line about whatever is wrong.
     """
-    overrides, place = with_model(config_overrides(options))
+    given = config_overrides(options)
+    overrides, place = with_model(given)
     run_file = read_run_file(options.run) if options.run is not None else None
     stored = _stored_run(options.state_dir)
-    if run_file is None and stored is not None and (not overrides or (place is not None and len(overrides) == 2)):
-        run_file, overrides = stored, {}  # what to go on with is known; `--model` says only where its weights are
-    if run_file is not None and "model" in overrides:
+    if run_file is None and stored is not None:
+        run_file = stored  # what is given is held against it, and `require_same` names what differs
+        if place is not None and "model_options" not in given:  # it says only where the run's weights are
+            overrides = {key: value for key, value in overrides.items() if key not in ("model", "model_options")}
+    model = overrides.get("model")
+    if run_file is not None and model is not None and (place is not None or model != run_file.fields.get("model")):
         run_file = replace(run_file, fields={k: v for k, v in run_file.fields.items() if k != "model_options"})
     overrides, _ = with_stages(run_file, overrides, options.peer_memory)
     config = build_config(run_file, overrides)

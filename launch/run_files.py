@@ -206,7 +206,8 @@ def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
     old = parse_config_bytes(stored)
     differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
     what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
-    raise ConfigError(f"{where} holds {what}; choose another --state-dir, or repeat the options it was started with")
+    raise ConfigError(f"{where} holds {what}: give the options that it has or none to go on with it, or choose another "
+                      "--state-dir; recut_run begins a new run from it with other options")
 
 
 def still_needed(config: RunConfig, state_dir: Path) -> list[str]:

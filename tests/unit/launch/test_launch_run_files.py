@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import recut
 from launch.local import parse, resolve_plan
 from launch.models import copy_tokenizer, vocab_size_of
 from launch.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
@@ -102,6 +103,39 @@ def test_a_state_directory_alone_names_its_run(tmp_path: Path) -> None:
     config, plan = resolve("--state-dir", str(tmp_path))
     assert config.seed == 9
     assert plan.stored_config == RunConfig(seed=9).to_bytes()
+
+
+def test_what_is_given_for_a_run_that_is_resumed_is_held_against_that_run(tmp_path: Path) -> None:
+    stored = RunConfig(mode="local", inner_batch_size=8, average_compression="cocktail", learning_rate=1e-2)
+    (tmp_path / "run.json").write_bytes(stored.to_bytes())
+    config, plan = resolve("--state-dir", str(tmp_path), "--cocktail-top", "0.2", "--learning-rate", "1e-2")
+    assert config == stored, "the same options again, or some of them, are the same run"
+    config, plan = resolve("--state-dir", str(tmp_path), "--outer-learning-rate", "0.5")
+    assert plan.stored_config is not None
+    with pytest.raises(ConfigError, match=r"holds another run \(outer_learning_rate differ\).*recut_run"):
+        require_same(plan.stored_config, config, tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.json with command line: average_compression 'powersgd' is for gradients"):
+        resolve("--state-dir", str(tmp_path), "--average-compression", "powersgd")
+
+
+def test_what_a_model_is_made_of_is_kept_where_the_run_that_is_resumed_is_named_again(tmp_path: Path) -> None:
+    stored = RunConfig(model="llama-tiny", model_options={"hidden_size": 32}, seed=4)
+    (tmp_path / "run.json").write_bytes(stored.to_bytes())
+    config, _ = resolve("--state-dir", str(tmp_path), "--model", "llama-tiny", "--seed", "4")
+    assert config == stored
+    config, _ = resolve("--state-dir", str(tmp_path), "--model", "gpt2-tiny")
+    assert config.model_options == {}
+
+
+def test_what_is_given_for_a_run_that_is_cut_anew_is_held_against_that_run(tmp_path: Path) -> None:
+    def options(*argv: str):
+        return recut.parse(["--checkpoints", str(tmp_path), "--out", str(tmp_path / "new"), *argv])
+
+    old = RunConfig(average_compression="powersgd", powersgd_rank=8)
+    assert recut.new_config(old, options("--powersgd-rank", "2")).average_compression == "powersgd"
+    assert recut.new_config(old, options("--average-compression", "none")).powersgd_rank == 8, "inherited: it harms nobody"
+    with pytest.raises(ConfigError, match="outer_momentum belongs to mode 'local', and mode is 'sync'"):
+        recut.new_config(old, options("--outer-momentum", "0.5"))
 
 
 def test_a_run_read_back_keeps_its_bytes(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """The transport without a network: seeded, lossy, in virtual time, and every message still passes through its bytes.
 
-`MemoryNetwork` owns the links between transports and the faults on them: latency, jitter (which reorders), bandwidth,
-drops, duplicates, partitions, crashed and stopped peers. The same seed and program give the same schedule: one
-`random.Random`, no clock but the loop's, no iteration over sets. Must not know what a message means, except `Heartbeat`
-and `Refusal`.
+`MemoryNetwork` owns requests in flight and what becomes of them: drops, lost replies, duplicates, crashed peers; what lies
+between two peers is in `memory_links`. Must not know what a message means, except `Heartbeat` and `Refusal`.
 
 A paused peer is like a stopped process: requests reach it, but it sends and answers nothing. Its coroutines are held at
 the transport only, so timers inside a handler run on.
@@ -15,7 +13,6 @@ import asyncio
 import functools
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,31 +29,10 @@ from swarm.net.exchange import (
     parts_of,
     wait_while_advancing,
 )
+from swarm.net.memory_links import Links
 from swarm.net.transport import Handler, Progress, Transport
 from swarm.wire.framing import MAX_BODY_BYTES, Frame, decode, encode
 from swarm.wire.messages import Heartbeat, Refusal
-
-#: A transfer over a link of limited bandwidth is counted in pieces that take this long.
-_SLICE_S = 0.25
-#: Transfers that share a line take turns with pieces of this size.
-_LINE_BYTES = 64 * 2**10
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One direction between two peers: a message takes latency, up to `jitter_s` more, and its size over the rate."""
-
-    latency_s: float
-    jitter_s: float
-    bytes_per_s: float
-
-
-class _Line:
-    """One direction of a peer's own line: all its transfers share the rate."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self.free_at = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -91,8 +67,8 @@ class _Exchange:
             self.result.set_exception(error)
 
 
-class MemoryNetwork:
-    """The links between all transports of one simulation."""
+class MemoryNetwork(Links):
+    """The links between all transports of one simulation, and what is on its way."""
 
     def __init__(
         self,
@@ -107,67 +83,19 @@ class MemoryNetwork:
     ) -> None:
         """
         Args:
-            rng: the only source of chance.
-            latency_s: one-way delay of every link that `link` does not change.
-            jitter_s: a uniform extra delay of up to this, for each message.
-            bytes_per_s: rate of one transfer; transfers do not share it.
+            rng, latency_s, jitter_s, bytes_per_s: see `Links`.
             drop: probability that a request vanishes: its caller sees `Stalled`.
             drop_reply: probability that the handler runs and its reply is lost: `LinkBroken` or, as often, `Stalled`.
             duplicate: probability that the handler runs a second time; that reply is ignored.
         """
-        self.injected: Counter[str] = Counter()
+        super().__init__(rng, latency_s=latency_s, jitter_s=jitter_s, bytes_per_s=bytes_per_s)
         self.drop = drop
         self.drop_reply = drop_reply
         self.duplicate = duplicate
-        self._rng = rng
-        self._default = Link(latency_s, jitter_s, bytes_per_s)
-        self._links: dict[tuple[Address, Address], Link] = {}
         self._transports: list[MemoryTransport] = []
         self._listening: dict[Address, MemoryTransport] = {}
-        #: Out of a peer and into it, by its address.
-        self._lines: dict[Address, tuple[_Line, _Line]] = {}
-        self._cuts: dict[tuple[Address, Address], None] = {}
-        self._paused: dict[Address, None] = {}
-        self._changed = asyncio.Event()
         self._exchanges: dict[_Exchange, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
-
-    # -------------------------------------------------------------------------------------------- faults on purpose
-
-    def link(
-        self,
-        a: Address,
-        b: Address,
-        *,
-        latency_s: float | None = None,
-        jitter_s: float | None = None,
-        bytes_per_s: float | None = None,
-        one_way: bool = False,
-    ) -> None:
-        """Change the link from `a` to `b` and, unless `one_way`, back; what is not given becomes the default."""
-        link = Link(
-            self._default.latency_s if latency_s is None else latency_s,
-            self._default.jitter_s if jitter_s is None else jitter_s,
-            self._default.bytes_per_s if bytes_per_s is None else bytes_per_s,
-        )
-        for pair in _pairs(a, b, one_way):
-            self._links[pair] = link
-
-    def line(self, address: Address, *, up: float, down: float) -> None:
-        """Give a peer a line of its own (bytes per second out and in), which all its transfers share, besides the links."""
-        self._lines[address] = (_Line(up), _Line(down))
-
-    def cut(self, a: Address, b: Address, *, one_way: bool = False) -> None:
-        """Let nothing pass from `a` to `b` and, unless `one_way`, back. What is on its way arrives after `heal`."""
-        for pair in _pairs(a, b, one_way):
-            self._cuts[pair] = None
-        self.injected["cut"] += 1
-
-    def heal(self, a: Address, b: Address, *, one_way: bool = False) -> None:
-        """Undo `cut`."""
-        for pair in _pairs(a, b, one_way):
-            self._cuts.pop(pair, None)
-        self._change()
 
     def crash(self, address: Address) -> None:
         """Kill the peer: its handlers are cancelled, callers see `LinkBroken`, new calls `Unreachable`.
@@ -179,16 +107,6 @@ class MemoryNetwork:
             if transport.address == address and not transport.gone:
                 self.vanish(transport, "crashed")
         self._transports = [transport for transport in self._transports if not transport.gone]
-
-    def pause(self, address: Address) -> None:
-        """Stop the peer as SIGSTOP does: it takes requests, and nothing advances."""
-        self._paused[address] = None
-        self.injected["pause"] += 1
-
-    def resume(self, address: Address) -> None:
-        """Let the peer go on, with old requests too."""
-        self._paused.pop(address, None)
-        self._change()
 
     # -------------------------------------------------------------------------------------------- for transports
 
@@ -215,7 +133,7 @@ class MemoryNetwork:
         handlers: list[asyncio.Task[None]] = []
         if self._listening.get(transport.address) is transport:
             del self._listening[transport.address]
-            self._paused.pop(transport.address, None)
+            self.forget(transport.address)
         for exchange in list(self._exchanges):
             if exchange.caller is transport:
                 exchange.fail(LinkBroken(f"{transport.address} {how}"))
@@ -223,13 +141,8 @@ class MemoryNetwork:
                 handlers += _cancel_all(exchange)
                 broken = LinkBroken(f"{transport.address} {how}")
                 self._spawn(self._tell(exchange, functools.partial(exchange.fail, broken)))
-        self._change()
+        self.change()
         return handlers
-
-    async def awake(self, address: Address) -> None:
-        """Return once the peer at `address` is not paused."""
-        while address in self._paused:
-            await self._changed.wait()
 
     async def connect(self, source: Address, target: Address, connect_s: float) -> MemoryTransport:
         """
@@ -238,13 +151,12 @@ class MemoryNetwork:
         """
         try:
             async with asyncio.timeout(connect_s):
-                while (source, target) in self._cuts or (target, source) in self._cuts:
-                    await self._changed.wait()
+                await self.connectable(source, target)
         except TimeoutError:
             raise Unreachable(f"{target}: no connection within {connect_s:g} s") from None
         server = self._listening.get(target)
         if server is None:
-            await asyncio.sleep(self._link(source, target).latency_s)
+            await asyncio.sleep(self.between(source, target).latency_s)
             raise Unreachable(f"{target}: connection refused")
         return server
 
@@ -270,7 +182,7 @@ class MemoryNetwork:
 
     def beat(self, exchange: _Exchange, counter: int) -> None:
         """Send a heartbeat, unless nothing leaves the server now: a later one tells more."""
-        if self._blocked(exchange.server.address, exchange.caller.address):
+        if self.is_blocked(exchange.server.address, exchange.caller.address):
             return
         data = encode(Frame(Heartbeat(counter=counter)))
         self._spawn(self._tell(exchange, lambda: exchange.beat(decode(data).message.counter)))
@@ -279,7 +191,7 @@ class MemoryNetwork:
 
     async def _deliver(self, exchange: _Exchange, data: bytes) -> None:
         source, target = exchange.caller.address, exchange.server.address
-        await self._carry(source, target)
+        await self.carry(source, target)
         await self._transfer(source, target, len(data), exchange)
         await self.awake(target)
         reply = await exchange.server.serve(exchange, data)
@@ -288,76 +200,41 @@ class MemoryNetwork:
             if self._rng.random() < 0.5:
                 await self._tell(exchange, lambda: exchange.fail(LinkBroken(f"{target}: connection reset")))
             return
-        await self._carry(target, source)
+        await self.carry(target, source)
         await self._transfer(target, source, len(reply), exchange)
         if not exchange.result.done():
             exchange.result.set_result(reply)
 
     async def _tell(self, exchange: _Exchange, what: Callable[[], None]) -> None:
         """Have `what` happen at the caller once a small packet from the server has reached it."""
-        await self._carry(exchange.server.address, exchange.caller.address)
+        await self.carry(exchange.server.address, exchange.caller.address)
         what()
 
     async def _hang_up(self, exchange: _Exchange) -> None:
-        await self._carry(exchange.caller.address, exchange.server.address)
+        await self.carry(exchange.caller.address, exchange.server.address)
         _cancel_all(exchange)
-
-    async def _carry(self, source: Address, target: Address) -> None:
-        """The way of a packet: not while the link is cut or the sender stopped, and with the link's latency."""
-        link = self._link(source, target)
-        await self._passable(source, target)
-        await asyncio.sleep(link.latency_s + (self._rng.uniform(0, link.jitter_s) if link.jitter_s else 0.0))
-        await self._passable(source, target)
 
     async def _transfer(self, source: Address, target: Address, num_bytes: int, exchange: _Exchange) -> None:
         """Move a message's bytes at the link's rate, counting them at the caller while both ends are awake."""
-        link = self._link(source, target)
         sender, receiver = exchange.caller, exchange.server
         if source != sender.address:
             sender, receiver = receiver, sender
-        loop = asyncio.get_running_loop()
-        lines = [ways[k] for k, address in enumerate((source, target)) if (ways := self._lines.get(address)) is not None]
-        is_limited = bool(lines) or math.isfinite(link.bytes_per_s)
+        is_limited = self.is_limited(source, target)
         exchange.transfer(True)
-        left = num_bytes
-        while left > 0:
-            piece = left if math.isinf(link.bytes_per_s) else min(left, math.ceil(link.bytes_per_s * _SLICE_S))
-            if lines:
-                piece = min(piece, _LINE_BYTES)
-            done_at = loop.time() + piece / link.bytes_per_s
-            for line in lines:
-                line.free_at = max(loop.time(), line.free_at) + piece / line.bytes_per_s
-                done_at = max(done_at, line.free_at)
-            await asyncio.sleep(done_at - loop.time())
-            await self._passable(source, target)
-            if target not in self._paused:
+        async for piece in self.pieces(source, target, num_bytes):
+            if not self.is_paused(target):
                 exchange.moved(piece)
                 if num_bytes > MAX_HEARTBEAT_BYTES:
                     exchange.server.served.moved(piece)
             if is_limited:
                 sender.num_sent += piece
                 receiver.num_received += piece
-            left -= piece
         exchange.transfer(False)
-
-    async def _passable(self, source: Address, target: Address) -> None:
-        while self._blocked(source, target):
-            await self._changed.wait()
-
-    def _blocked(self, source: Address, target: Address) -> bool:
-        return (source, target) in self._cuts or source in self._paused
-
-    def _link(self, source: Address, target: Address) -> Link:
-        return self._links.get((source, target), self._default)
 
     def _happens(self, kind: str, probability: float) -> bool:
         happens = probability > 0 and self._rng.random() < probability
         self.injected[kind] += happens
         return happens
-
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -471,10 +348,6 @@ class MemoryTransport(Transport):
             return encode(Frame(Refusal(code="bad_request", reason=str(error)[:2000])))
         finally:
             self._admission.release(len(data))
-
-
-def _pairs(a: Address, b: Address, one_way: bool) -> list[tuple[Address, Address]]:
-    return [(a, b)] if one_way else [(a, b), (b, a)]
 
 
 def _cancel_all(exchange: _Exchange) -> list[asyncio.Task[None]]:

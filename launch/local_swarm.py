@@ -21,7 +21,7 @@ from launch.children import Child, Children
 from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
 from launch.kept import Kept, newest_checkpoint
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
-from launch.run_files import DataPaths, create_run, require_same
+from launch.run_files import DataPaths, create_run, require_same, still_needed
 from launch.runner import Stopper
 from launch.status import ask
 from launch.view import Picture, PlainView, Row
@@ -44,6 +44,8 @@ GRACE_STOPPED_S = 3.0
 _REFRESH_S = 0.25
 _ASK_EVERY_S = 1.0
 _ASK_TIMEOUT_S = 1.0
+#: Characters of a child's log that a failure quotes at most.
+_MAX_WORDS = 300
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -81,6 +83,7 @@ class LocalSwarm:
 
     def __init__(self, config: RunConfig, plan: SwarmPlan, picture: Picture, view: PlainView) -> None:
         self._config = config
+        self._described = config  # with the digests of its data, once they are known
         self._plan = plan
         self._picture = picture
         self._view = view
@@ -143,7 +146,7 @@ class LocalSwarm:
     async def _start_backbone(self) -> Address:
         await self._light.start()
         plan = self._plan
-        described = await _in_daemon_thread(lambda: create_run(self._config, plan.paths))
+        self._described = described = await _in_daemon_thread(lambda: create_run(self._config, plan.paths))
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
@@ -325,11 +328,16 @@ class LocalSwarm:
     # -------------------------------------------------------------------------------------------- end
 
     def _failure(self, child: Child) -> SwarmError:
-        """One line: who, how, why as far as it said, and where to read more."""
-        code = child.ended.result()
-        why = self._messages.get(child.name) or " | ".join(child.last_words(num_lines=3)) or "it said nothing"
+        """One line: who, how, why as far as it said and where to read more, or how to go on if it was killed."""
+        code, message = child.ended.result(), self._messages.get(child.name)
+        ended = f"{child.name} ended ({_how(code)})"
+        if code < 0 and message is None and self._serving[child.name].done():
+            command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir)])
+            again = " ".join([command, *still_needed(self._described, self._plan.state_dir)])
+            return SwarmError(f"{ended}, and the run stops without it; go on from its last checkpoint with: {again}")
+        why = message or " | ".join(child.last_words(num_lines=3))[-_MAX_WORDS:] or "it said nothing"
         kind = ConfigError if code == 2 else SwarmError
-        return kind(f"{child.name} ended ({_how(code)}): {why}; see {child.log}")
+        return kind(f"{ended}: {why}; see {child.log}")
 
     async def _clean_up(self, grace_s: float) -> None:
         """Afterwards no process is left. The backbone goes last, so that the others can still say goodbye to it."""

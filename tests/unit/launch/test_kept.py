@@ -102,6 +102,37 @@ def test_a_local_run_fails_when_no_checkpoint_is_intact(tmp_path: Path) -> None:
     assert asyncio.run(main()) == ["stage-1-0: D/parameters.safetensors is damaged"]
 
 
+@pytest.mark.parametrize("name", ["backbone", "trainer-0"])
+@pytest.mark.parametrize("code", [-9, 1])
+def test_a_local_run_that_stops_for_a_process_says_why_or_how_to_go_on(name: str, code: int, tmp_path: Path) -> None:
+    """In a short line, however much the process had said before."""
+
+    async def main() -> str:
+        swarm, _ = swarm_in(tmp_path)
+        swarm._picture.rows[name] = Row("launch_" + name.partition("-")[0])
+        loop = asyncio.get_running_loop()
+        (tmp_path / "log").write_text("words " * 1000 + "\nRuntimeError: the last of them\n")
+        child = Child(name=name, log=tmp_path / "log", started=loop.create_future(), ended=loop.create_future(),
+                      _send=lambda message: None)  # fmt: skip
+        swarm._children[name], swarm._serving[name] = child, loop.create_future()
+        swarm._children["trainer-1"] = child  # somebody trains
+        swarm._report(name, {"event": "serving", "host": "h", "port": 1})
+        child.ended.set_result(code)
+        swarm._ended.put_nowait(child)
+        with pytest.raises(SwarmError) as raised:
+            await asyncio.wait_for(swarm._until_trainers_are_done(), 5.0)
+        return str(raised.value)
+
+    line = asyncio.run(main())
+    assert len(line) - 2 * len(str(tmp_path)) < 400
+    if code < 0:
+        assert line.startswith(f"{name} ended (killed by SIGKILL), and the run stops without it; ")
+        assert line.endswith(f"; go on from its last checkpoint with: launch_local --state-dir {tmp_path}")
+    else:
+        assert line.startswith(f"{name} ended (exit code 1): ")
+        assert line.endswith(f"RuntimeError: the last of them; see {tmp_path / 'log'}")
+
+
 def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:
     async def main() -> tuple[LocalSwarm, list[str]]:
         swarm, view = swarm_in(tmp_path)

@@ -1,8 +1,8 @@
 """The coordinator: ends steps and decides records. Any backbone or trainer can be it; `seat` decides who is.
 
 Its parts: `reign` (what they share), `leasing` (tickets to trainers), `stage_leads` (ledgers and averages from stages),
-`lineage` (which head the run goes on from). It holds nothing that members could not tell a successor; the decision
-itself is pure: `lifecycle/record.py`.
+`listing` (who the next record lists), `lineage` (which head the run goes on from). It holds nothing that members could not
+tell a successor; the decision itself is pure: `lifecycle/record.py`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
 from swarm.lifecycle.order import changed, fault_of
-from swarm.lifecycle.record import Members, decide
+from swarm.lifecycle.record import decide
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
 from swarm.peer.lineage import Lineage, without_ready
 from swarm.peer.link import Link, Refuse, Tasks
+from swarm.peer.listing import Listing
 from swarm.peer.rebalancing import Rebalancing
 from swarm.peer.reign import Demoted, Key, Reign, Rivalry, Rosters
 from swarm.peer.stage_leads import StageLeads, StageLost
@@ -31,20 +31,6 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 __all__ = ["Coordinator", "Demoted"]
-
-
-#: Peers that wait to be listed; more are sent away.
-MAX_JOINERS = 1024
-
-
-@dataclass
-class _Joiner:
-    """A stage peer that wants to be listed in the next record."""
-
-    stage: int
-    member: m.Member
-    head: str | None
-    seen: float
 
 
 class Coordinator:
@@ -70,10 +56,7 @@ class Coordinator:
         self.rebalancing = Rebalancing(self._reign)
         self._leads = StageLeads(self._reign, term_n, self.rebalancing.hear)
         self._lineage = Lineage(self._reign)
-        self._joiners: dict[Key, _Joiner] = {}
-        #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
-        self._leaving: dict[Key, int] = {}
-        self._last_join = 0.0
+        self.listing = Listing(self._reign, self._leads)
         self._checked = 0.0
         self._order = record.order if record is not None else m.Order()
         if record is not None:
@@ -138,30 +121,18 @@ class Coordinator:
         """A stage peer wants to be listed in the next record, or to leave."""
         if message.stage >= self._config.num_stages:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
-        member, now = message.member, self._reign.now
         if message.leaving:
-            if self.record is not None and any(x.key == member.key for x in self.record.members[message.stage]):
-                self._leaving.setdefault(member.key, self.record.step + 1 + self._config.delay_steps)
-            self._joiners.pop(member.key, None)
+            self.listing.leave(message.stage, message.member)
             self.leasing.lost(message.lost)
         else:
-            if member.key not in self._joiners:
-                self._last_join = now
-                for key in [k for k, j in self._joiners.items() if now - j.seen > self._timing.record_ttl_s]:
-                    del self._joiners[key]
-                if len(self._joiners) >= MAX_JOINERS:
-                    raise Refuse("busy", f"{MAX_JOINERS} peers want to join already")
-                for key in [k for k in self._joiners if k[0] == member.peer]:
-                    del self._joiners[key]  # an earlier incarnation
-            self._joiners[member.key] = _Joiner(message.stage, member, message.head, now)
+            self.listing.join(message.stage, message.member, message.head)
         await self._reign.notify()
         return m.Ack()
 
     def on_place(self, message: m.Place) -> m.Placed:
         """A newcomer asks which stage it should serve; whoever asks next finds it there."""
-        coming = [(joiner.stage, joiner.member) for joiner in self._joiners.values()]
         listed = self.record.members if self.record is not None else ((),) * self._config.num_stages
-        return self.rebalancing.place(message, listed, coming)
+        return self.rebalancing.place(message, listed, self.listing.coming)
 
     # ------------------------------------------------------------------------------------------------ the reign
 
@@ -197,18 +168,16 @@ class Coordinator:
 
     async def survey(self) -> None:
         """For the whole reign, also once the run is finished: who was cut off meanwhile still waits for its last record."""
-        await self._lineage.survey_loop(lambda: self._joiners)
+        await self._lineage.survey_loop(lambda: self.listing.joining)
 
     async def _begin(self) -> None:
         """Wait until every stage has enough peers and nobody new has come for a while, then write the first record."""
         config, reign = self._config, self._reign
         ready_since: float | None = None
         while True:
-            for key in [k for k, j in self._joiners.items() if reign.now - j.seen > self._timing.record_ttl_s]:
-                del self._joiners[key]
-            peers = [[j.member for j in self._joiners.values() if j.stage == k] for k in range(config.num_stages)]
+            peers = self.listing.gathered()
             short = [k for k, xs in enumerate(peers) if len(xs) < config.min_peers_per_stage]
-            quiet = reign.now - self._last_join
+            quiet = self.listing.quiet_s
             if short or quiet < self._timing.genesis_quiet_s:
                 reign.waiting_for = f"peers of stages {short}" if short else "more peers"
                 await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
@@ -225,8 +194,7 @@ class Coordinator:
                 logger.warning("waiting for %s", reason)
             reign.waiting_for = reason
             await reign.wait(self._timing.request_s / 2)
-        for key in [x.key for members in record.members for x in members]:
-            self._joiners.pop(key, None)
+        self.listing.began(record)
         await self._publish(record, ())
 
     async def _recover(self) -> None:
@@ -345,60 +313,19 @@ class Coordinator:
 
     async def _commit(self, results: list[m.StageResult], *, reopened: int) -> None:
         step = self._reign.newest.step + 1
-        members = self._next_members(results)
+        members = self.listing.next_members(results)
         moves: tuple[m.Move, ...] = ()
         if step + 1 < self._config.total_steps:
-            moves = self.rebalancing.decide(members, set(self._leaving))
+            moves = self.rebalancing.decide(members, set(self.listing.leaving))
         moving = {move.member.key for move in moves}  # listed last, so that they lead no step from here on
         record = decide(
             self._config, self._reign.newest, results, ballot=self.ballot,
             members=tuple(tuple(sorted(xs, key=lambda x: x.key in moving)) for xs in members),
             learning_rate=learning_rate(self._config, step), reopened=reopened, moves=moves,
         )  # fmt: skip
-        listed = {x.key for xs in record.members for x in xs}
-        self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
+        self.listing.committed(record)
         self.leasing.commit_evaluates(step)
         await self._publish(record, self._leads.struck())
-
-    def _next_members(self, results: list[m.StageResult]) -> Members:
-        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was struck goes."""
-        staying = [self._staying(stage, result) for stage, result in enumerate(results)]
-        for move in self._reign.newest.moves:
-            held = any(x.key == move.member.key for x in results[move.source].holders)
-            if held and all(x.key != move.member.key for x in staying[move.source]):
-                member = move.member.model_copy(update={"ready": False})
-                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now)
-        return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
-
-    def _staying(self, stage: int, result: m.StageResult) -> list[m.Member]:
-        listed = {x.key: x for x in self._reign.newest.members[stage]}
-        moving = {x.member.key for x in self._reign.newest.moves if x.source == stage}
-        holders = [listed[x.key] for x in result.holders if x.key in listed]
-        step = self._reign.newest.step + 1
-        gone = {key for key, last in self._leaving.items() if last <= step}
-        staying: list[m.Member] = []
-        for going in (gone | moving, gone, set()):  # never empty a stage: who moves stays first
-            if not any(x.ready for x in staying):
-                staying = [x for x in holders if x.key not in going]
-        leader = self._leads.leader(stage)
-        staying.sort(key=lambda x: leader is None or x.key != leader.key)
-        return staying
-
-    def _with_joiners(self, stage: int, staying: list[m.Member]) -> tuple[m.Member, ...]:
-        record, now = self._reign.newest, self._reign.now
-        present = {x.key for x in staying}
-        for key, joiner in list(self._joiners.items()):
-            if joiner.stage != stage or key in self._leaving:
-                continue
-            if now - joiner.seen > self._timing.record_ttl_s or key in present:
-                del self._joiners[key]
-            elif not self._leads.is_struck(stage, key):
-                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
-                ready = joiner.member.ready and joiner.head == record.head
-                staying.append(joiner.member.model_copy(update={"ready": ready}))
-                if ready:
-                    del self._joiners[key]
-        return tuple(staying)
 
     async def _publish(self, record: m.CommitRecord, others: Iterable[m.Member]) -> None:
         """Hand a record to everyone; goes on once a member of every stage has it.

@@ -93,7 +93,7 @@ def test_before_the_run_has_begun_newcomers_fill_the_stages():
         await simulation.add_trainer("trainer0")
         await simulation.add_stage_peer("a", 1)
         await until(lambda: any(simulation.coordinates(n) for n in simulation.nodes.values()), "a coordinator")
-        await until(lambda: coordinator_of(simulation).peer.seat.coordinator._joiners, "a peer asked to join")
+        await until(lambda: coordinator_of(simulation).peer.seat.coordinator.listing.joining, "a peer asked to join")
         assert sorted([(await place(simulation, n)).stage for n in range(2)]) == [0, 2]
         await simulation.abandon()
 

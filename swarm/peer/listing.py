@@ -1,0 +1,147 @@
+"""Who the next record lists at each stage: the holders of the average, joiners, nobody who leaves, moves or was struck.
+
+Owns what stage peers have asked for since the last record, which a new coordinator hears again. Must not end steps: the
+coordinator asks, and writes the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from swarm.lifecycle.record import Members
+from swarm.peer.link import Refuse
+from swarm.peer.reign import Key, Reign
+from swarm.peer.stage_leads import StageLeads
+from swarm.wire import messages as m
+
+#: Peers that wait to be listed; more are sent away.
+MAX_JOINERS = 1024
+
+
+@dataclass
+class _Joiner:
+    """A stage peer that wants to be listed in the next record."""
+
+    stage: int
+    member: m.Member
+    head: str | None
+    seen: float
+
+
+class Listing:
+    """One coordinator's view of who comes and who goes."""
+
+    def __init__(self, reign: Reign, leads: StageLeads) -> None:
+        self._reign = reign
+        self._leads = leads
+        self._joiners: dict[Key, _Joiner] = {}
+        #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
+        self._leaving: dict[Key, int] = {}
+        self._last_join = 0.0
+
+    # ------------------------------------------------------------------------------------------------ what is asked for
+
+    def join(self, stage: int, member: m.Member, head: str | None) -> None:
+        """`member`, which holds the state of `head`, asks to be listed, or asks again.
+
+        Raises:
+            Refuse: too many others ask.
+        """
+        now = self._reign.now
+        if member.key not in self._joiners:
+            self._last_join = now
+            self._forget_silent()
+            if len(self._joiners) >= MAX_JOINERS:
+                raise Refuse("busy", f"{MAX_JOINERS} peers want to join already")
+            for key in [k for k in self._joiners if k[0] == member.peer]:
+                del self._joiners[key]  # an earlier incarnation
+        self._joiners[member.key] = _Joiner(stage, member, head, now)
+
+    def leave(self, stage: int, member: m.Member) -> None:
+        """`member` goes once the step that is open has committed."""
+        record = self._reign.record
+        if record is not None and any(x.key == member.key for x in record.members[stage]):
+            self._leaving.setdefault(member.key, record.step + 1 + self._reign.config.delay_steps)
+        self._joiners.pop(member.key, None)
+
+    @property
+    def joining(self) -> Set[Key]:
+        return self._joiners.keys()
+
+    @property
+    def leaving(self) -> Set[Key]:
+        return self._leaving.keys()
+
+    @property
+    def coming(self) -> list[tuple[int, m.Member]]:
+        """Joiners, and the stages that they will serve."""
+        return [(joiner.stage, joiner.member) for joiner in self._joiners.values()]
+
+    def _forget_silent(self) -> None:
+        for key in [k for k, j in self._joiners.items() if self._reign.now - j.seen > self._reign.timing.record_ttl_s]:
+            del self._joiners[key]
+
+    # ------------------------------------------------------------------------------------------------ the first record
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds in which nobody new has come."""
+        return self._reign.now - self._last_join
+
+    def gathered(self) -> list[list[m.Member]]:
+        """Who could begin the run, by stage."""
+        self._forget_silent()
+        return [[j.member for j in self._joiners.values() if j.stage == k] for k in range(self._reign.config.num_stages)]
+
+    def began(self, record: m.CommitRecord) -> None:
+        """Who is listed in the first record need not be listed again."""
+        for key in [x.key for members in record.members for x in members]:
+            self._joiners.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------------ the next record
+
+    def committed(self, record: m.CommitRecord) -> None:
+        """Who is not listed any more has gone."""
+        listed = {x.key for xs in record.members for x in xs}
+        self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
+
+    def next_members(self, results: list[m.StageResult]) -> Members:
+        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was struck goes."""
+        staying = [self._staying(stage, result) for stage, result in enumerate(results)]
+        for move in self._reign.newest.moves:
+            held = any(x.key == move.member.key for x in results[move.source].holders)
+            if held and all(x.key != move.member.key for x in staying[move.source]):
+                member = move.member.model_copy(update={"ready": False})
+                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now)
+        return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
+
+    def _staying(self, stage: int, result: m.StageResult) -> list[m.Member]:
+        listed = {x.key: x for x in self._reign.newest.members[stage]}
+        moving = {x.member.key for x in self._reign.newest.moves if x.source == stage}
+        holders = [listed[x.key] for x in result.holders if x.key in listed]
+        step = self._reign.newest.step + 1
+        gone = {key for key, last in self._leaving.items() if last <= step}
+        staying: list[m.Member] = []
+        for going in (gone | moving, gone, set()):  # never empty a stage: who moves stays first
+            if not any(x.ready for x in staying):
+                staying = [x for x in holders if x.key not in going]
+        leader = self._leads.leader(stage)
+        staying.sort(key=lambda x: leader is None or x.key != leader.key)
+        return staying
+
+    def _with_joiners(self, stage: int, staying: list[m.Member]) -> tuple[m.Member, ...]:
+        record, now = self._reign.newest, self._reign.now
+        present = {x.key for x in staying}
+        for key, joiner in list(self._joiners.items()):
+            if joiner.stage != stage or key in self._leaving:
+                continue
+            if now - joiner.seen > self._reign.timing.record_ttl_s or key in present:
+                del self._joiners[key]
+            elif not self._leads.is_struck(stage, key):
+                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
+                ready = joiner.member.ready and joiner.head == record.head
+                staying.append(joiner.member.model_copy(update={"ready": ready}))
+                if ready:
+                    del self._joiners[key]
+        return tuple(staying)

@@ -1,8 +1,8 @@
 """A trainer: leases tickets, sends each micro-batch on its way, reports it done, and tells what each record says.
 
 One process keeps all stages busy: micro-batches are in flight at once, as many as `policy/in_flight.py` allows. Needs no
-torch. Owns the leases and what becomes of each ticket; the way of one micro-batch is in `passes.py`, evaluation in
-`evaluating.py`. Decides nothing about steps.
+torch. Owns the leases; what becomes of one ticket is in `tries.py`, the way of one micro-batch in `passes.py`, evaluation
+in `evaluating.py`. Decides nothing about steps.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from swarm.base.errors import LinkError, RemoteError, RemoteRefused, SwarmError
+from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import Ticket
-from swarm.lifecycle.record import is_replayable
 from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.passes import Passes
-from swarm.peer.reports import Evaluation, FeedLike, StepReport, TicketReport, payload_of
+from swarm.peer.reports import Evaluation, FeedLike, StepReport, TicketReport
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
+from swarm.peer.tries import Tries
 from swarm.peer.wiring import Wiring
 from swarm.policy.in_flight import InFlightControl
 from swarm.policy.routing import StageRouter
@@ -35,17 +35,11 @@ WAITING_TOLD_S = 3.0
 USUAL_WAITS = ("tickets", "seals", "averages", "nothing")
 #: A trainer that leaves waits so long, in seconds, for what it has in flight.
 DRAIN_S = 8.0
-#: A ticket that every peer of a stage failed to compute this often will not succeed.
-MAX_FAILURES = 8
 
 
 def _averaged(average_s: float, new_s: float) -> float:
     """Moving average; 0 is none yet."""
     return new_s if average_s == 0 else 0.9 * average_s + 0.1 * new_s
-
-
-class TicketFailed(SwarmError):
-    """A ticket cannot be computed by anyone: model or data are at fault, and the run would never end."""
 
 
 class Trainer:
@@ -71,8 +65,6 @@ class Trainer:
         self._on_step = on_step
         self._on_evaluation = on_evaluation
         self._on_waiting = on_waiting
-        #: Wants to know of tickets that can be computed again.
-        self._on_ticket = on_ticket
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=1)
@@ -81,6 +73,7 @@ class Trainer:
         )
         ban_s = self.config.timing.record_ttl_s
         self._passes = Passes(self.link, Wiring(self.config.num_stages, context.rng, max_ban_s=ban_s, router=router))
+        self.tries = Tries(context, feed, self._passes, lambda: self.record, on_ticket)
         self._evaluator = Evaluator(self.link, self._passes, feed)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
         start = min(highest, in_flight or 3 * self.config.num_stages)
@@ -96,15 +89,12 @@ class Trainer:
         self._ask_s = 0.0
         self._ticket_s = 0.0
         self._done: dict[Ticket, bool] = {}
-        #: Peers that found a ticket's numbers not finite: others are asked for a second opinion.
-        self._avoid: dict[Ticket, frozenset[str]] = {}
         self._evaluated: tuple[int, float, int] | None = None
         self._wake = asyncio.Event()
         self._report = asyncio.Event()
         self._stopping = False
         self._ended = asyncio.Event()
         self.finished = False
-        self._retries = 0
         self.waiting_for = ""
 
     # ------------------------------------------------------------------------------------------------ life
@@ -120,7 +110,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Hand back what is leased and end `run`."""
-        self._stopping = True
+        self._stopping = self.tries.stopping = True
         self._ended.set()
 
     async def run(self) -> None:
@@ -145,7 +135,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         if self._ended.is_set():
-            self._stopping = True
+            self._stopping = self.tries.stopping = True
             self._reserve.clear()
             while self._running and loop.time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -163,7 +153,7 @@ class Trainer:
     def _status(self) -> m.StatusReply:
         coordinator = self.seat.coordinator
         detail: dict[str, str | int | float | bool] = {
-            "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self._retries,
+            "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.tries.num_retries,
             "waiting_for": (coordinator or self).waiting_for[:200], "coordinator": coordinator is not None,
             "ballot": coordinator.ballot.counter if coordinator is not None else 0,
         }  # fmt: skip
@@ -189,7 +179,8 @@ class Trainer:
             run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
             known_step=self.record.step if self.record is not None else -2,
             known_era=self.record.era if self.record is not None else 0, done=tuple(done.items()),
-            holding=(*self._running, *self._reserve), want=want, retries=self._retries, evaluated=evaluated, leaving=leaving,
+            holding=(*self._running, *self._reserve), want=want, retries=self.tries.num_retries, evaluated=evaluated,
+            leaving=leaving,
         )  # fmt: skip
         timing = self.config.timing
         leased, _ = await self.link.ask(coordinator, request, m.Leased, stall_s=timing.coordinator_s + timing.heartbeat_s)
@@ -220,7 +211,7 @@ class Trainer:
                 continue
             self.waiting_for = leased.waiting_for
             record = self.record
-            self._avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
+            self.tries.avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
             if record is not None and not self._stopping:
                 self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
             self._start_tickets()
@@ -313,8 +304,9 @@ class Trainer:
                 self._done.clear()
             elif record.step >= 0:
                 now = loop.time()
-                self._on_step(StepReport(record, now - self._last_commit_at, self._retries, self._passes.taken_round_trips()))
-                self._last_commit_at, self._retries = now, 0
+                retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
+                self._on_step(StepReport(record, now - self._last_commit_at, retries, round_trips))
+                self._last_commit_at, self.tries.num_retries = now, 0
             else:
                 self._last_commit_at = loop.time()
         self.finished = self.finished or leased.finished
@@ -329,7 +321,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            accumulated = await self._train(ticket)
+            accumulated = await self.tries.train(ticket)
         except Refuse as refused:
             logger.warning("ticket %s given up: %s", tuple(ticket), refused)
         else:
@@ -339,64 +331,7 @@ class Trainer:
                 self._control.completed(loop.time(), in_flight=len(self._running))
         finally:
             self._running.pop(ticket, None)
-            self._avoid.pop(ticket, None)
+            self.tries.avoid.pop(ticket, None)
             self._start_tickets()
             self._report.set()
             self._wake.set()
-
-    async def _train(self, ticket: Ticket) -> bool:
-        batch = self._feed.batch(ticket)
-        tensors, buffers = payload_of(batch)
-        loop = asyncio.get_running_loop()
-        downstream: dict[int, str] = {}
-        backoff = 0.1
-        num_failed = 0
-        give_up_at = loop.time() + self.config.timing.stage_lost_s
-        while True:
-            try:
-                avoid = self._avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
-                head = self._head_for(ticket.step)
-                is_recorded = self._on_ticket is not None and is_replayable(self.config, ticket.step)
-                trained = await self._passes.train(ticket, head, tensors, buffers, downstream, avoid, with_norms=is_recorded)
-                if trained.overflow and ticket not in self._avoid:
-                    # What others make of it tells whether the ticket or one of these peers is to blame.
-                    self._avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
-                    through = ", ".join(hop.peer[:8] for hop in trained.hops)
-                    logger.warning("ticket %s: not finite on its way through %s; asking others", tuple(ticket), through)
-                    downstream.clear()
-                    continue
-                if self._on_ticket is not None and is_recorded:
-                    self._on_ticket(TicketReport(self.context.run, ticket, head, trained))
-                return all(hop.accumulated for hop in trained.hops)
-            except RemoteRefused as refused:
-                if refused.code in ("ahead", "stale"):
-                    return True  # over already: the next lease tells
-                reason = refused.reason
-                num_failed += refused.code == "failed_everywhere"
-            except RemoteError as error:
-                reason = str(error)
-            if num_failed == MAX_FAILURES:
-                raise TicketFailed(f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?")
-            self._retries += 1
-            if loop.time() > give_up_at or self._stopping:
-                raise Refuse("no_candidate", reason)
-            logger.info("ticket %s again: %s", tuple(ticket), reason[:300])
-            await asyncio.sleep(backoff * self.context.rng.uniform(0.5, 1.0))
-            backoff = min(2.0, backoff * 2)
-
-    def _movers_before(self, step: int) -> frozenset[str]:
-        """Peers that will have gone to another stage before `step` is sealed."""
-        record = self.record
-        moving = record.moves if record is not None and step > record.step + 1 else ()
-        return frozenset(move.member.peer for move in moving)
-
-    def _head_for(self, step: int) -> str:
-        """The head whose parameters the tickets of `step` use."""
-        record = self.record
-        assert record is not None
-        base = self.config.base_step(step)
-        if record.step + 1 == base:
-            return record.head
-        if record.step == base:
-            return record.previous_head
-        raise Refuse("ahead", f"step {step} builds on {base} commits, the newest record has {record.step + 1}")

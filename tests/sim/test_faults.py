@@ -9,7 +9,7 @@ from simulation import Simulation, SmallFeed, check, small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.peer.context import stage_key
-from swarm.peer.trainer import TicketFailed
+from swarm.peer.tries import TicketFailed
 
 
 async def after_steps(simulation, steps, *, within_s=120.0):

@@ -48,7 +48,7 @@ def test_a_paused_run_stays_paused_under_the_next_coordinator_and_goes_on_when_t
         assert await stands_still(simulation, 30.0) == paused_at
         trainer = simulation.nodes["trainer0"].peer
         assert trainer.waiting_for == "an operator: the run is paused"
-        assert trainer._retries == 0, "tickets were tried while the run was paused"
+        assert trainer.tries.num_retries == 0, "tickets were tried while the run was paused"
         await say(simulation, "resume")
         await simulation.finish()
         check(simulation)

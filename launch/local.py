@@ -24,7 +24,8 @@ from launch.arguments import (
     positive_int,
     size_bytes,
 )
-from launch.local_swarm import RUN_FILE, LocalSwarm, SwarmPlan
+from launch.local_plan import RUN_FILE, SwarmPlan
+from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
 from launch.metrics import MetricsFile
 from launch.reports import NO_REPORTS, Reports

@@ -12,23 +12,21 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
-from launch.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
 from launch.kept import Kept, newest_checkpoint
+from launch.local_plan import Command, SwarmPlan, backbone_command, peer_commands
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
-from launch.run_files import DataPaths, create_run, require_same, still_needed
+from launch.run_files import create_run, require_same, still_needed
 from launch.runner import Stopper
 from launch.status import ask
 from launch.view import Picture, PlainView, Row
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
-from swarm.feed.dotted import is_dotted
 from swarm.peer.link import together
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: The run's verbatim configuration, in its state directory.
-RUN_FILE = "run.json"
 #: Time for children to end by themselves, in seconds: after a finished run they may still write a checkpoint.
 GRACE_DONE_S = 30.0
 GRACE_STOPPED_S = 3.0
@@ -47,35 +43,6 @@ _ASK_TIMEOUT_S = 1.0
 #: Characters of a child's log that a failure quotes at most.
 _MAX_WORDS = 300
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwarmPlan:
-    """What to start on this machine, beside the run itself. Fields are `launch_local`'s options."""
-
-    peers_per_stage: int
-    trainers: int
-    paths: DataPaths
-    state_dir: Path
-    #: `state_dir` did not exist before.
-    state_dir_is_new: bool
-    #: Configuration of the run that `state_dir` belongs to already.
-    stored_config: bytes | None
-    host: str
-    port: int
-    device: str
-    threads: int | None
-    memory_limit: int | None
-    offload_optimizer: bool
-    compile: bool
-    in_flight: int | None
-    metrics: Path | None
-    log_level: str
-    log_format: str
-
-    @property
-    def log_dir(self) -> Path:
-        return self.state_dir / "logs"
 
 
 class LocalSwarm:
@@ -150,60 +117,24 @@ class LocalSwarm:
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
-        run_file = plan.state_dir / RUN_FILE
-        run_file.write_bytes(config_bytes)
+        plan.run_file.write_bytes(config_bytes)
         tokenizer = plan.paths.with_tokenizer().tokenizer
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), None, plan.state_dir / TOKENIZER_DIRECTORY)
-        await self._spawn(self._light, "backbone", "launch_backbone", [
-            "--run", str(run_file), "--port", str(plan.port)
-        ])
+        await self._spawn(self._light, backbone_command(plan))
         address = await self._first_of_serving("backbone")
         self._backbone = Address(_LOOPBACK.get(plan.host, address.host), address.port)
         return address
 
     async def _start_peers(self, num_devices: int) -> None:
-        plan, num_stages = self._plan, self._config.num_stages
-        num_peers = num_stages * plan.peers_per_stage
-        threads = plan.threads or max(1, num_cores() // num_peers)
-        memory = plan.memory_limit or int(available_memory() * DEFAULT_MEMORY_PART / num_peers)
-        join = ["--join", str(self._backbone)]
-        starts = []
-        for index in range(plan.peers_per_stage):
-            for stage in range(num_stages):
-                device = plan.device
-                if device == "auto":
-                    device = f"cuda:{(index * num_stages + stage) % num_devices}" if num_devices else "cpu"
-                words = ["--stage", str(stage), *join, "--port", "0", "--device", device, "--threads", str(threads)]
-                if device == "cpu" or plan.memory_limit:
-                    words += ["--memory-limit", str(memory)]
-                if plan.offload_optimizer:
-                    words.append("--offload-optimizer")
-                if plan.compile:
-                    words.append("--compile")
-                if plan.paths.model is not None:
-                    words += ["--model", plan.paths.model]
-                if is_dotted(self._config.model):
-                    words += ["--allow-import", self._config.model]
-                starts.append(self._spawn(self._heavy, f"stage-{stage}-{index}", "launch_stage", words, stage=stage))
-        for index in range(plan.trainers):
-            words = [*join, "--port", "0", *plan.paths.with_tokenizer().arguments()]
-            if plan.in_flight is not None:
-                words += ["--in-flight", str(plan.in_flight)]
-            if plan.metrics is not None and index == 0:
-                words += ["--metrics", str(plan.metrics)]
-            starts.append(self._spawn(self._heavy, f"trainer-{index}", "launch_trainer", words))
-        await asyncio.gather(*starts)
+        commands = peer_commands(self._config, self._plan, self._backbone, num_devices)
+        await asyncio.gather(*(self._spawn(self._heavy, command) for command in commands))
         stages = ", ".join(f"{name} {row.pid}" for name, row in sorted(self._picture.rows.items()) if row.stage is not None)
         self._view.event(f"stage processes and their pids: {stages}")
 
-    async def _spawn(
-        self, server: Children, name: str, program: str, words: Sequence[str], *, stage: int | None = None
-    ) -> None:
-        plan = self._plan
-        argv = [*words, "--host", plan.host, "--state-dir", str(plan.state_dir / name), "--log-level", plan.log_level,
-                "--log-format", plan.log_format]
-        self._picture.rows[name] = Row(role=program, stage=stage)
+    async def _spawn(self, server: Children, command: Command) -> None:
+        name, program, argv = command.name, command.program, command.argv(self._plan)
+        self._picture.rows[name] = Row(role=program, stage=command.stage)
         self._serving[name] = asyncio.get_running_loop().create_future()
         entry = f"{program.replace('launch_', 'launch.')}:main"
         child = await server.spawn(name, entry, argv, title=f"{program} {shlex.join(argv)}")

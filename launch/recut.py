@@ -17,7 +17,7 @@ from launch.arguments import (
     existing_path,
     local_path,
 )
-from launch.local_swarm import RUN_FILE
+from launch.local_plan import RUN_FILE
 from launch.logs import Announcer
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.reports import NO_REPORTS, Reports

@@ -251,7 +251,7 @@ class LocalSwarm:
             state = "silent"
         else:
             state = status.state
-            row.step, in_flight = status.step, status.detail.get("in_flight")
+            row.step, in_flight = status.step if status.step >= 0 else None, status.detail.get("in_flight")
             row.in_flight = in_flight if isinstance(in_flight, int) else None
         if child.alive:
             row.state = state

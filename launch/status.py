@@ -93,7 +93,8 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"step {first.step}, head {first.head[:12] or '-'}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    title = f"step {_known(first.step)}, head {first.head[:12] or '-'}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight"):
         table.add_column(heading, no_wrap=True)
     known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}
@@ -104,8 +105,12 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
             table.add_row(stage, "", Text(str(address)), "", Text("silent", style="red"), "", "", "")
             continue
         table.add_row(stage, reply.member.peer[:8], Text(str(address)), reply.role, Text(reply.state),
-                      str(reply.step), Text(reply.head[:8]), str(reply.detail.get("in_flight", "")))
+                      _known(reply.step), Text(reply.head[:8]), str(reply.detail.get("in_flight", "")))
     return table
+
+
+def _known(step: int) -> str:
+    return "-" if step < 0 else str(step)
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:

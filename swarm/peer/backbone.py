@@ -41,20 +41,22 @@ class Backbone:
         return self.seat.coordinator.record if self.seat.coordinator is not None else None
 
     def _status(self) -> m.StatusReply:
-        coordinator = self.seat.coordinator
+        coordinator, record, heard = self.seat.coordinator, self.record, self.seat.heard
+        step, head, stages = (heard.step, heard.head, heard.stages) if heard is not None else (-1, "", ())
+        if record is not None:
+            step, head, stages = record.step + 1, record.head, record.members
         detail: dict[str, str | int | float | bool] = {"coordinator": coordinator is not None}
         if coordinator is not None:
             detail |= {
                 "ballot": coordinator.ballot.counter, "waiting_for": coordinator.waiting_for[:200],
                 "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
-                "loss": self.record.loss if self.record else 0.0,
+                "loss": record.loss if record else 0.0,
             }  # fmt: skip
         if self.aggregator is not None:
             detail |= self.aggregator.status()
         return m.StatusReply(
-            role="backbone", member=self.context.member(), step=self.record.step + 1 if self.record else 0,
-            head=self.record.head if self.record else "", state="coordinating" if coordinator else "watching",
-            detail=detail, stages=self.record.members if self.record else (),
+            role="backbone", member=self.context.member(), step=step, head=head,
+            state="coordinating" if coordinator else "watching", detail=detail, stages=stages,
         )  # fmt: skip
 
     async def start(self) -> None:

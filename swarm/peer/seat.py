@@ -40,6 +40,8 @@ class Seat:
         #: The coordinator as far as this peer knows; trainers lease from it.
         self.known: m.Member | None = None
         self.changed = asyncio.Event()
+        #: What a coordinator last said of itself and the run.
+        self.heard: m.StatusReply | None = None
         link.register(m.Lease, self._on_lease)
         link.register(m.Join, self._on_join)
         link.register(m.Place, self._on_place)
@@ -130,6 +132,7 @@ class Seat:
             self._highest = max(self._highest, counter if isinstance(counter, int) else 0)
             if reply.detail.get("coordinator"):
                 self._know(member)
+                self.heard = reply
                 return True
         self._know(None)
         return False

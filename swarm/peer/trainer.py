@@ -158,7 +158,7 @@ class Trainer:
             "ballot": coordinator.ballot.counter if coordinator is not None else 0,
         }  # fmt: skip
         return m.StatusReply(
-            role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else 0,
+            role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else -1,
             head=self.record.head if self.record else "", state="finished" if self.finished else "training",
             detail=detail, stages=self.record.members if self.record else (),
         )  # fmt: skip

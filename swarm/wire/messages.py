@@ -361,6 +361,7 @@ class StatusReply(Message):
     kind: Literal["status_reply"] = "status_reply"
     role: Literal["stage", "trainer", "backbone"]
     member: Member
+    #: Steps that have committed; -1: it does not know of the run's yet.
     step: int = -1
     head: str = ""
     state: Annotated[str, StringConstraints(max_length=64)] = ""

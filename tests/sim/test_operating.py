@@ -57,6 +57,28 @@ def test_a_paused_run_stays_paused_under_the_next_coordinator_and_goes_on_when_t
     run_virtual(main())
 
 
+def test_a_backbone_says_what_it_knows_of_the_run_and_never_that_nothing_has_committed():
+    """One that does not coordinate, such as one that was restarted, hears it from the one that does."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=20), seed=35)
+        await simulation.start(peers_per_stage=1, trainers=1, backbones=1)
+        await committed(simulation, 3)
+        node = await simulation.add_backbone("backbone1")
+        said = []
+
+        while not said or said[-1].step < 0:
+            said.append((await node.peer.link.ask(node.peer.context.member(), m.Status(), m.StatusReply))[0])
+            await asyncio.sleep(0.05)
+        assert len(said) > 1, "it knew at once"
+        assert said[-1].state == "watching"
+        assert said[-1].step >= 3
+        assert [len(members) for members in said[-1].stages] == [1, 1, 1]
+        await simulation.close()
+
+    run_virtual(main())
+
+
 def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
     config = small_config(total_steps=8)
 

@@ -9,7 +9,10 @@ import pytest
 from rich.console import Console
 
 from launch.logs import Announcer
+from launch.status import table_of
 from launch.view import Picture, PlainView, Row, draw
+from swarm.base.ids import Address
+from swarm.wire.messages import Member, StatusReply
 
 LINE = {
     "step": 12, "head": "ab" * 32, "loss": 2.91, "tokens": 4096, "tokens_per_s": 8123.4, "seconds": 0.5, "grad_norm": 1.0,
@@ -45,3 +48,14 @@ def test_the_live_picture_shows_processes_and_progress() -> None:
     text = console.export_text()
     for expected in ("stage-0-0", "127.0.0.1:4000", "killed by SIGKILL", "step 12/60", "loss 2.9100", "eval loss 3.1000"):
         assert expected in text
+
+
+@pytest.mark.parametrize(("step", "shown"), [(-1, "step -, head -"), (0, "step 0, head -"), (7, "step 7, head -")])
+def test_a_peer_that_knows_no_step_yet_shows_none(step: int, shown: str) -> None:
+    member = Member(peer="a" * 40, incarnation="b" * 16, host="127.0.0.1", port=4000)
+    reply = StatusReply(role="backbone", member=member, step=step, state="watching")
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table_of(reply, {Address("127.0.0.1", 4001): "silent"}))
+    text = console.export_text()
+    assert shown in text
+    assert "-1" not in text

@@ -63,7 +63,12 @@ class Lineage:
             )  # fmt: skip
             genesis = genesis_record(self._reign.config, self._reign.context.run, self._reign.ballot, members)
             return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members)
-        logger.info("going on from an earlier head: %s", reason)
+        known = [*held.records.values(), *([] if self._reign.record is None else [self._reign.record])]
+        newest = max(known, key=lambda r: (r.era, r.step))
+        if newest.head == best.head:
+            logger.info("going on: %s", reason)
+        else:
+            logger.warning("going on from an earlier head than that of step %d: %s", newest.step + 1, reason)
         members = tuple(
             tuple(sorted(
                 (x.model_copy(update={"ready": best.head in {h.head for h in stages[k][x.key]}}) for x in xs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from simulation import Simulation, check, small_config
@@ -17,7 +18,7 @@ async def after_steps(simulation, steps, *, within_s=200.0):
 
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
-def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, delay_steps):
+def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, caplog, delay_steps):
     """All holders of stage 1 die; one returns with its state directory. The run goes on from the last checkpoint."""
     config = small_config(
         total_steps=9, checkpoint_every=3, checkpoint_copies=2, delay_steps=delay_steps, timing={"stage_lost_s": 10.0}
@@ -40,6 +41,7 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
         await simulation.close()
 
     run_virtual(main())
+    assert "going on from an earlier head than that of step " in caplog.text
 
 
 def test_while_a_stage_is_lost_the_run_says_so(tmp_path):
@@ -182,7 +184,11 @@ async def resumed_where_it_ended(config, tmp_path, damage):
 
 @pytest.mark.parametrize(("damaged", "first"), [("stage1.0", 4), ("stage1", 2)])
 def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
-    """The other copy serves where there is one, else the checkpoint before it; each damaged file is a line, once."""
+    """The other copy serves where there is one, else the checkpoint before it; each damaged file is a line, once.
+
+    That the run goes on from an earlier head is said where it does, and nowhere else.
+    """
+    caplog.set_level(logging.INFO)
     config = small_config(total_steps=4, checkpoint_every=2, checkpoint_copies=2)
 
     async def main():
@@ -202,6 +208,9 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
     lines = [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()]
     assert len(lines) == len(set(lines)) == (1 if first == 4 else 2)
     assert all("step-00000004/parameters.safetensors is damaged" in line for line in lines)
+    resumed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("going on")]
+    how = "going on" if first == 4 else "going on from an earlier head than that of step 4"
+    assert resumed == [f"{how}: step {first} is the newest that every stage holds"]
 
 
 def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew(tmp_path):

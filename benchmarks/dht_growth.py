@@ -9,6 +9,7 @@ from typing import Any
 from dht_nodes import close, key_of, on_datagrams, signed, spawn
 
 from swarm.net.identity import Identity
+from swarm.net.kademlia_server import ServerTiming
 from swarm.net.memory_datagrams import DatagramLoop
 
 
@@ -16,7 +17,7 @@ def measure_hops(num_nodes: int, num_lookups: int = 150) -> dict[str, Any]:
     """The real node code in virtual time: questions in a row until the nearest node has answered."""
 
     async def main(loop: DatagramLoop) -> dict[str, Any]:
-        spawned = await spawn(loop, num_nodes, refresh_s=3600.0)
+        spawned = await spawn(loop, num_nodes, timing=ServerTiming(refresh_s=3600.0))
         rng = random.Random(1)
         hops, questions, milliseconds, found = [], [], [], 0
         for index in range(num_lookups):
@@ -45,7 +46,7 @@ def measure_sampling(num_peers: int = 500, num_samples: int = 2000, size: int = 
     """How evenly samples of a big stage show its peers, and how long the datagrams are."""
 
     async def main(loop: DatagramLoop) -> dict[str, Any]:
-        spawned = await spawn(loop, 24, refresh_s=3600.0)
+        spawned = await spawn(loop, 24, timing=ServerTiming(refresh_s=3600.0))
         rng = random.Random(2)
         key = key_of(0)
         for _ in range(num_peers):

@@ -2,8 +2,8 @@
 
 Owns the socket's creation and the public face. Read on in `kademlia_server` (upkeep), `kademlia_lookups` and
 `kademlia_crawl` (reading), `kademlia_rpc` and `kademlia_calls` (asking), `kademlia_answers` (answering),
-`kademlia_routing` and `known_addresses` (who is there, and how far), `record_storage` (records). Must not know what
-records mean.
+`datagram_socket` (sending), `kademlia_routing` and `known_addresses` (who is there, and how far), `record_storage`
+(records). Must not know what records mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from swarm.base.ids import Address
 from swarm.net.contact_file import ContactFile
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
-from swarm.net.kademlia_calls import RpcTiming
 from swarm.net.kademlia_server import RecordServer, ServerTiming
 from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
@@ -39,9 +38,7 @@ class KademliaDht(Dht):
         host: address to bind; `::` serves IPv4 too.
         port: 0 picks one.
         advertise_host: what `contacts` calls this node. None: the bound host, or for a wildcard what other nodes see.
-        rpc_timeout_s: seconds until a request fails; it is sent again meanwhile, as measured round trips suggest.
-        refresh_s: most seconds between refreshes of contacts and of records that nobody renewed.
-        bootstrap_retry_s: seconds between attempts to find the first contact.
+        timing: how long requests wait, and how often the node looks after its place.
         replication: nodes that a record is stored at and asked for.
         limits: bounds of what this node stores for others.
         contacts_path: JSON file in which contacts survive a restart; None keeps none.
@@ -56,9 +53,7 @@ class KademliaDht(Dht):
         host: str = "127.0.0.1",
         port: int = 0,
         advertise_host: str | None = None,
-        rpc_timeout_s: float = 1.0,
-        refresh_s: float = 30.0,
-        bootstrap_retry_s: float = 0.5,
+        timing: ServerTiming | None = None,
         replication: int = 8,
         limits: StorageLimits | None = None,
         contacts_path: Path | None = None,
@@ -68,10 +63,7 @@ class KademliaDht(Dht):
         self._sock = sock
         self._bind = Address(host, port)
         self._advertise_host = advertise_host
-        self._timing = ServerTiming(
-            rpc=RpcTiming(timeout_s=rpc_timeout_s), slow_s=min(0.2, rpc_timeout_s / 4),
-            refresh_s=refresh_s, bootstrap_retry_s=bootstrap_retry_s,
-        )
+        self._timing = timing or ServerTiming()
         self._replication = replication
         self._limits = limits or StorageLimits()
         self._contact_file = ContactFile(contacts_path) if contacts_path is not None else None

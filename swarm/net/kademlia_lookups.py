@@ -205,7 +205,7 @@ class Lookups:
         """Those of `nodes` that can be asked and do not seem dead: others may not have noticed yet."""
         return [
             node for node in nodes
-            if self._protocol.can_send_to(node.ip) and plausible_for(node.ip, teller.ip)
+            if self._protocol.socket.reaches(node.ip) and plausible_for(node.ip, teller.ip)
             and not self._protocol.seems_dead(node)
         ]
 

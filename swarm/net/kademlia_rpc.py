@@ -1,17 +1,15 @@
 """Requests and replies over UDP: rpcudp's framing and kademlia's vocabulary, with retransmission and checked input.
 
-Owns the table of outstanding requests and all that arrives. No task is ever started here: datagrams are answered where
-they are received, and a request is a future that its timer ends. Must not know lookups or who publishes what.
+Owns the table of outstanding requests and all that arrives; what leaves goes through `datagram_socket`. No task is ever
+started here: datagrams are answered where they are received, and a request is a future that its timer ends. Must not know
+lookups or who publishes what.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import ipaddress
 import os
 import random
-import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kademlia.node import Node
 from kademlia.protocol import KademliaProtocol
 
-from swarm.base.errors import InternalError
 from swarm.net import kademlia_wire as wire
+from swarm.net.datagram_socket import DatagramSocket, plain_address
 from swarm.net.kademlia_answers import LONG_ANSWERS, NUM_ARGUMENTS, Answers
 from swarm.net.kademlia_calls import Call, Reply, ReplyFuture, RpcTiming
 from swarm.net.kademlia_routing import Contact, LiveRoutingTable
@@ -37,8 +35,6 @@ _MAX_OVERDUE = 1024
 _PATIENCE = 3
 #: Once for a token, once for a proof.
 _MAX_RENEWALS = 2
-#: Datagrams are dropped, as a network would, while the socket's backlog is over this.
-_MAX_BACKLOG_BYTES = 1 << 20
 
 
 class RecordProtocol(KademliaProtocol):
@@ -88,8 +84,7 @@ class RecordProtocol(KademliaProtocol):
         self._handlers = answers.handlers()
         #: Requests that failed lately.
         self._overdue: OrderedDict[bytes, Call] = OrderedDict()
-        self._is_v6 = False
-        self._reaches_v4 = True
+        self.socket = DatagramSocket(counters)
         self._closed = False
         #: This node's address as the last answerer of a ping saw it.
         self.observed: tuple[str, int] | None = None
@@ -102,11 +97,7 @@ class RecordProtocol(KademliaProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        self._is_v6 = sock.family == socket.AF_INET6
-        self._reaches_v4 = not self._is_v6 or (
-            sock.getsockname()[0] == "::" and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-        )
+        self.socket.open(transport)
 
     def error_received(self, exc: Exception) -> None:
         self._counters["socket_errors"] += 1
@@ -175,7 +166,7 @@ class RecordProtocol(KademliaProtocol):
         else:
             self._arm(call, again_at, self._transmit, call_id)
         datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
-        self._send(datagram, (call.node.ip, call.node.port))
+        self.socket.send(datagram, (call.node.ip, call.node.port))
 
     def _arm(self, call: Call, due_at: float, then: Callable[[bytes], None], call_id: bytes) -> None:
         call.due_at = due_at
@@ -324,7 +315,7 @@ class RecordProtocol(KademliaProtocol):
                 raise wire.Malformed("malformed_frame")
             kind, message_id, content = data[:1], data[1 : wire.HEADER_BYTES], data[wire.HEADER_BYTES :]
             if kind == wire.REQUEST:
-                self._accept_question(message_id, content, _plain_address(addr))
+                self._accept_question(message_id, content, plain_address(addr))
             elif kind in (wire.REPLY, wire.PROVEN_REPLY):
                 self._accept_answer(kind, message_id, content)
             else:
@@ -350,7 +341,7 @@ class RecordProtocol(KademliaProtocol):
         ):
             self._counters["tokens_demanded"] += 1
             reply = wire.REPLY + message_id + wire.pack_answer(self.source_node.id, own_token, None)
-        self._send(reply, address)
+        self.socket.send(reply, address)
         self._welcome_if_new(sender, max_transmissions=None if trusted else 1)
 
     def _sign(self, message_id: bytes, request: wire.Request, content: bytes) -> bytes:
@@ -369,34 +360,3 @@ class RecordProtocol(KademliaProtocol):
             self._probes.add(probe)
             future = self.request(node, "ping", max_transmissions=max_transmissions)
             future.add_done_callback(lambda _: self._probes.discard(probe))
-
-    # The socket
-
-    def can_send_to(self, ip: str) -> bool:
-        return self._is_v6 if ":" in ip else self._reaches_v4
-
-    def _send(self, datagram: bytes, address: tuple[str, int]) -> None:
-        if len(datagram) >= wire.MAX_DATAGRAM_BYTES:
-            raise InternalError(f"a datagram of {len(datagram)} bytes; pages and records must be cut smaller")
-        transport = self.transport
-        ip, port = address
-        if transport is None or transport.is_closing() or not self.can_send_to(ip):
-            return
-        if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            self._counters["dropped_backlog"] += 1
-            return
-        self._counters["datagrams_out"] += 1
-        self._counters["bytes_out"] += len(datagram)
-        transport.sendto(datagram, (f"::ffff:{ip}" if self._is_v6 and ":" not in ip else ip, port))
-
-
-def _plain_address(address: tuple[Any, ...]) -> tuple[str, int]:
-    return _plain_ip(address[0]), address[1]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plain_ip(text: str) -> str:
-    """IPv4 as itself, though a dual-stack socket shows it mapped into IPv6."""
-    ip = ipaddress.ip_address(text.partition("%")[0])
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return str(mapped or ip)

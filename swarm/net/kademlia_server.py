@@ -50,12 +50,15 @@ class ServerTiming:
     """How a node keeps its place."""
 
     rpc: RpcTiming = field(default_factory=RpcTiming)
-    #: Most seconds of silence after which a crawl asks another node in the place of one.
-    slow_s: float = 0.2
     #: Most seconds between refreshes; a record that nobody renewed for so long is handed on.
     refresh_s: float = 30.0
     #: Seconds between attempts to find the first contact.
     bootstrap_retry_s: float = 0.5
+
+    @property
+    def slow_s(self) -> float:
+        """Most seconds of silence after which a crawl asks another node in the place of one."""
+        return min(0.2, self.rpc.timeout_s / 4)
 
 
 class RecordServer(Server):
@@ -172,7 +175,7 @@ class RecordServer(Server):
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ValueError):
             ip = str(ipaddress.ip_address(address.host))
-            return [Stranger(ip, address.port)] if self.protocol.can_send_to(ip) else []
+            return [Stranger(ip, address.port)] if self.protocol.socket.reaches(ip) else []
         try:
             async with asyncio.timeout(2 * self._timing.rpc.timeout_s):
                 found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
@@ -180,7 +183,7 @@ class RecordServer(Server):
             self._counters["unresolved_hosts"] += 1
             return []
         ips = {str(info[4][0]).partition("%")[0]: None for info in found}
-        return [Stranger(ip, address.port) for ip in ips if self.protocol.can_send_to(ip)]
+        return [Stranger(ip, address.port) for ip in ips if self.protocol.socket.reaches(ip)]
 
     # Records
 

@@ -16,7 +16,9 @@ from swarm.base.ids import Address
 from swarm.base.virtual_time import run_virtual
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
+from swarm.net.kademlia_calls import RpcTiming
 from swarm.net.kademlia_dht import KademliaDht
+from swarm.net.kademlia_server import ServerTiming
 from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.wire.records import PeerRecord, SignedRecord
 
@@ -79,9 +81,8 @@ class KademliaWorld(World):
 
     def make(self, identity: Identity, *, address: Address | None = None) -> Dht:
         host, port = address or ("127.0.0.1", 0)
-        node = KademliaDht(
-            identity=identity, host=host, port=port, rpc_timeout_s=0.4, refresh_s=0.3, bootstrap_retry_s=0.05
-        )
+        timing = ServerTiming(rpc=RpcTiming(timeout_s=0.4), refresh_s=0.3, bootstrap_retry_s=0.05)
+        node = KademliaDht(identity=identity, host=host, port=port, timing=timing)
         self.nodes.append(node)
         return node
 
@@ -337,18 +338,14 @@ def _capture_datagrams(node: Dht) -> list[list[int]]:
     """Sizes of all that a Kademlia node sends from now on."""
     if not isinstance(node, KademliaDht):
         return []
-    protocol = node._running.protocol
-    transport, sizes = protocol.transport, []
+    sock, sizes = node._running.protocol.socket, []
+    send = sock.send
 
-    class Recording:
-        def sendto(self, data: bytes, address: Any) -> None:
-            sizes.append(len(data))
-            transport.sendto(data, address)
+    def recording(datagram: bytes, address: tuple[str, int]) -> None:
+        sizes.append(len(datagram))
+        send(datagram, address)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(transport, name)
-
-    protocol.transport = Recording()
+    sock.send = recording  # type: ignore[method-assign]
     return [sizes]
 
 

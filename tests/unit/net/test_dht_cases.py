@@ -14,12 +14,13 @@ from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed,
 
 from swarm.net import kademlia_wire as wire
 from swarm.net.identity import Identity
+from swarm.net.kademlia_server import ServerTiming
 from swarm.wire.records import MAX_RECORD_BYTES, PeerRecord, SignedRecord
 
 
 def test_case_1_a_dead_peers_record_dies_at_its_time_however_often_others_hand_it_on():
     async def main() -> None:
-        nodes = await spawn(10, refresh_s=4.0)
+        nodes = await spawn(10, timing=ServerTiming(refresh_s=4.0))
         await nodes[0].publish(KEY, signed(0, ttl_s=30.0))
         published_at = fabric().time()
         await nodes[0].close()
@@ -29,7 +30,7 @@ def test_case_1_a_dead_peers_record_dies_at_its_time_however_often_others_hand_i
                 if await node.lookup(KEY):
                     last_seen_at = fabric().time()
             if number < 106:  # and newcomers are given copies all the while
-                newcomer = make(number, refresh_s=4.0)
+                newcomer = make(number, timing=ServerTiming(refresh_s=4.0))
                 await newcomer.start([nodes[1].address])
                 nodes.append(newcomer)
                 number += 1

@@ -27,6 +27,7 @@ from swarm.net.identity import Identity
 from swarm.net.kademlia_calls import Stranger
 from swarm.net.kademlia_dht import KademliaDht
 from swarm.net.kademlia_routing import LiveRoutingTable, plausible_for
+from swarm.net.kademlia_server import ServerTiming
 from swarm.wire.records import SignedRecord
 
 
@@ -302,7 +303,7 @@ def test_records_are_checked_where_they_arrive():
 
 def test_what_is_handed_on_has_only_what_is_left():
     async def main() -> None:
-        holder, *_ = nodes = await spawn(3, refresh_s=5.0)
+        holder, *_ = nodes = await spawn(3, timing=ServerTiming(refresh_s=5.0))
         await holder.publish(KEY, signed(0, ttl_s=60.0))
         await asyncio.sleep(40)
         late = make(9)
@@ -365,7 +366,7 @@ def test_a_host_name_that_does_not_resolve_keeps_nobody_from_joining():
 
 def test_who_lost_everyone_finds_back():
     async def main() -> None:
-        nodes = await spawn(4, refresh_s=5.0)
+        nodes = await spawn(4, timing=ServerTiming(refresh_s=5.0))
         await asyncio.sleep(1)
         fabric().isolate([nodes[3].address])
         await asyncio.sleep(30)

@@ -18,6 +18,7 @@ from swarm.base.virtual_time import run_virtual
 from swarm.net import kademlia_wire as wire
 from swarm.net.identity import Identity
 from swarm.net.kademlia_dht import KademliaDht
+from swarm.net.kademlia_server import ServerTiming
 from swarm.net.lossy_udp import LossyUdp
 from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.wire.records import PeerRecord
@@ -91,7 +92,7 @@ def test_a_node_that_shows_only_its_friends_cannot_fill_a_sample():
 
 def test_hops_grow_slowly():
     async def main() -> None:
-        nodes = await spawn(64, refresh_s=3600.0)
+        nodes = await spawn(64, timing=ServerTiming(refresh_s=3600.0))
         rng = random.Random(3)
         hops = []
         for number in range(40):
@@ -293,7 +294,7 @@ def test_a_disk_that_refuses_contacts_stops_nothing(tmp_path, caplog):
     async def main() -> None:
         (tmp_path / "contacts.json").mkdir()
         nodes = await spawn(2)
-        node = make(9, contacts_path=tmp_path / "contacts.json", refresh_s=1.0)
+        node = make(9, contacts_path=tmp_path / "contacts.json", timing=ServerTiming(refresh_s=1.0))
         await node.start([nodes[0].address])
         await asyncio.sleep(20)
         assert node.statistics()["contact_file_failures"] > 3

@@ -29,6 +29,8 @@ class TicketPool:
         self._free: dict[int, None] = dict.fromkeys(range(num_tickets))
         self._leased: dict[int, _Lease] = {}
         self._done: set[int] = set()
+        #: Those that were freed after a lease: whoever takes one computes it again.
+        self._freed: set[int] = set()
         #: Peers that should not be asked for a ticket again if others can be.
         self.avoid: dict[int, frozenset[str]] = {}
 
@@ -39,6 +41,10 @@ class TicketPool:
             del self._free[index]
             self._leased[index] = _Lease(trainer, now + lease_s)
         return taken
+
+    def num_again(self, indexes: Iterable[int]) -> int:
+        """How many of these were leased before."""
+        return len(self._freed.intersection(indexes))
 
     def renew(self, trainer: Key, holding: Iterable[int], *, now: float, lease_s: float) -> None:
         """A trainer says what it works on: leases live on, and those a new coordinator did not know are noted."""
@@ -61,6 +67,8 @@ class TicketPool:
     def free(self, indexes: Iterable[int]) -> None:
         """These must be computed (again): a seal did not cover them."""
         for index in indexes:
+            if index not in self._free:
+                self._freed.add(index)
             self._leased.pop(index, None)
             self._done.discard(index)
             self._free[index] = None

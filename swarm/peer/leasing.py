@@ -127,14 +127,16 @@ class Leasing:
         if self.finished:
             return self._leased(message, finished=True)
         tickets: list[tuple[int, int]] = []
+        again = 0
         for step in [] if self.recovering or self.paused else sorted(self.pools):
             want = message.want - len(tickets)
             if want > 0:
                 taken = self.pools[step].lease(trainer, want, now=now, lease_s=self._reign.timing.lease_s)
                 tickets += [(step, index) for index in taken]
+                again += self.pools[step].num_again(taken)
         if tickets or self._has_news(message):
             avoid = [((s, i), sorted(self.pools[s].avoid[i])) for s, i in tickets if i in self.pools[s].avoid]
-            return self._leased(message, tickets=tuple(tickets), avoid=tuple(avoid))
+            return self._leased(message, tickets=tuple(tickets), again=again, avoid=tuple(avoid))
         return None
 
     def _has_news(self, message: m.Lease) -> bool:

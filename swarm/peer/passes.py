@@ -38,7 +38,7 @@ class Passes:
     async def train(
         self, ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer], downstream: dict[int, str],
         avoid: frozenset[str], *, with_norms: bool = False,
-    ) -> m.Trained:  # fmt: skip
+    ) -> tuple[m.Trained, int]:  # fmt: skip
         """Forward and backward.
 
         Args:
@@ -48,13 +48,16 @@ class Passes:
             avoid: peers that are asked last.
             with_norms: the stages tell the norms of what they compute.
 
+        Returns:
+            What the stages made of it, and how often it was sent again on its way because a peer failed.
+
         Raises:
             RemoteError: nobody could take it; the wiring knows who failed.
         """
         route, result = await self._one("train", ticket, head, tensors, buffers, downstream, avoid, with_norms or None)
         self.wiring.observe(route, result.trained.hops, _num_samples(tensors))
         self._round_trips.add(result.seconds, result.trained.hops)
-        return result.trained
+        return result.trained, len(result.failed) + sum(len(hop.failed) for hop in result.trained.hops)
 
     async def evaluate(self, ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer]) -> m.Trained:
         """Forward only; the routers are not told how long that took.

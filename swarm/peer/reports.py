@@ -59,7 +59,11 @@ class RoundTrips:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One committed step, as a trainer saw it; all but times, retries and round trips come from the record."""
+    """One committed step, as a trainer saw it; all but times, retries and round trips come from the record.
+
+    `retries` counts this trainer's micro-batches that were sent or computed again: a peer failed on their way, or was
+    killed with what it had accumulated of them.
+    """
 
     record: m.CommitRecord
     seconds: float

@@ -210,6 +210,7 @@ class Trainer:
                 await self._pause(error)
                 continue
             self.waiting_for = leased.waiting_for
+            self.tries.num_retries += leased.again
             record = self.record
             self.tries.avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
             if record is not None and not self._stopping:

@@ -51,7 +51,7 @@ class Tries:
         self._on_ticket = on_ticket
         #: Peers that found a ticket's numbers not finite: others are asked for a second opinion.
         self.avoid: dict[Ticket, frozenset[str]] = {}
-        #: Since whoever counts them set it to 0.
+        #: Micro-batches that were sent again, by this trainer or on their way; since whoever counts them set it to 0.
         self.num_retries = 0
         #: The trainer leaves: what fails now is not tried again.
         self.stopping = False
@@ -75,13 +75,17 @@ class Tries:
                 avoid = self.avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
                 head = self._head_for(ticket.step)
                 is_recorded = self._on_ticket is not None and is_replayable(self._config, ticket.step)
-                trained = await self._passes.train(ticket, head, tensors, buffers, downstream, avoid, with_norms=is_recorded)
+                trained, again = await self._passes.train(
+                    ticket, head, tensors, buffers, downstream, avoid, with_norms=is_recorded
+                )
+                self.num_retries += again
                 if trained.overflow and ticket not in self.avoid:
                     # What others make of it tells whether the ticket or one of these peers is to blame.
                     self.avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
                     through = ", ".join(hop.peer[:8] for hop in trained.hops)
                     logger.warning("ticket %s: not finite on its way through %s; asking others", tuple(ticket), through)
                     downstream.clear()
+                    self.num_retries += 1
                     continue
                 if self._on_ticket is not None and is_recorded:
                     self._on_ticket(TicketReport(self._context.run, ticket, head, trained))

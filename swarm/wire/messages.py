@@ -779,6 +779,8 @@ class Leased(Message):
     kind: Literal["leased"] = "leased"
     ballot: Ballot
     tickets: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
+    #: How many of them were leased before, to anyone: their trainer fell silent, or a stage lost what it held of them.
+    again: Annotated[int, Field(ge=0, le=MAX_TICKETS)] = 0
     #: For a ticket that overflowed before, the peers that said so: others are asked first.
     avoid: Annotated[tuple[tuple[Ticket, tuple[PeerIdField, ...]], ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
     records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=256)] = ()

@@ -32,6 +32,9 @@ def test_exactly_once_when_a_stage_peer_is_killed(victim, delay_steps):
         await simulation.kill(victim)
         await simulation.finish()
         check(simulation)
+        retries = [report.retries for report in simulation.nodes["trainer0"].reports]
+        assert not any(retries[:2]), "nothing had failed"
+        assert any(retries), "what the peer had computed was computed again, and nobody said so"
         await simulation.close()
 
     run_virtual(main())

@@ -111,3 +111,14 @@ def test_a_new_coordinator_learns_leases_from_the_trainers() -> None:
     pool = TicketPool(0, 4)
     pool.renew(TRAINERS[0], [1, 3], now=0.0, lease_s=LEASE_S)
     assert pool.lease(TRAINERS[1], 4, now=0.0, lease_s=LEASE_S) == [0, 2]
+
+
+def test_a_ticket_that_was_leased_before_is_known_as_such() -> None:
+    pool = TicketPool(0, 4)
+    assert pool.num_again(pool.lease(TRAINERS[0], 3, now=0.0, lease_s=LEASE_S)) == 0
+    pool.done(0)
+    pool.free([0, 3])  # a seal did not cover them; nobody had the last
+    pool.drop_trainer(TRAINERS[0])
+    taken = pool.lease(TRAINERS[1], 4, now=1.0, lease_s=LEASE_S)
+    assert taken == [0, 1, 2, 3]
+    assert pool.num_again(taken) == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swarm.base.errors import StorageError, SwarmError
 from swarm.base.ids import Ticket
+from swarm.lifecycle.order import is_stopped
 from swarm.peer.checkpoints import Checkpoints
 from swarm.peer.claims_client import ClaimsClient
 from swarm.peer.context import PeerContext
@@ -141,6 +142,8 @@ class StagePeer:
         if record.step + 1 == self.context.config.total_steps and not self._told_end:
             self._told_end = True
             logger.info("the run is done; Ctrl-C to leave")
+        elif is_stopped(record):
+            logger.info("an operator stopped the run after step %d; Ctrl-C to leave", record.step + 1)
 
     def _status(self) -> m.StatusReply:
         member, served = self.member, self.micro_batches

@@ -107,7 +107,7 @@ def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
 
 
 def test_a_stopped_run_goes_on_when_told(caplog):
-    """Only where it is done for good do its peers say that nobody needs them any more."""
+    """Everyone says why it ends, and only where the run is done for good that nobody is needed any more."""
     config = small_config(total_steps=6)
     caplog.set_level(logging.INFO, "swarm")
 
@@ -122,6 +122,13 @@ def test_a_stopped_run_goes_on_when_told(caplog):
         async with asyncio.timeout(60):
             await simulation.nodes["trainer0"].running
         assert told() == 0
+        await asyncio.sleep(1.0)
+        stopped_at = max(simulation.commits) + 1
+        said = [record.getMessage() for record in caplog.records if "an operator stopped" in record.getMessage()]
+        assert sorted(said) == [
+            f"an operator stopped the run after step {stopped_at}: this trainer ends",
+            *[f"an operator stopped the run after step {stopped_at}; Ctrl-C to leave"] * config.num_stages,
+        ]
         await say(simulation, "resume")
         await simulation.add_trainer("trainer1")
         await simulation.finish()

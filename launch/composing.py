@@ -20,6 +20,7 @@ from launch.state_directory import claim_directory
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.contact_file import ContactFile
+from swarm.net.exchange import Bounds
 from swarm.net.http import HttpTransport
 from swarm.net.identity import Identity
 from swarm.net.kademlia_dht import KademliaDht
@@ -103,7 +104,7 @@ async def compose(
         identity=identity,
         incarnation=new_incarnation(random.SystemRandom()),
         transport=HttpTransport(host=options.host, sock=tcp, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s,
-                                max_inflight_bytes=max_inflight_bytes),
+                                bounds=Bounds(max_inflight_bytes=max_inflight_bytes)),
         dht=KademliaDht(identity=identity, sock=udp, advertise_host=advertise_host,
                         contacts_path=None if options.state_dir is None else options.state_dir / CONTACTS_FILE),
         rng=random.Random(random.SystemRandom().getrandbits(64)),

@@ -9,11 +9,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from swarm.base.errors import LinkBroken, RemoteRefused, Stalled
 from swarm.net.transport import Handler, Progress
-from swarm.wire.framing import Frame, encode_head
+from swarm.wire.framing import MAX_BODY_BYTES, Frame, encode_head
 from swarm.wire.messages import Refusal
 
 T = TypeVar("T")
@@ -81,16 +82,27 @@ class Patience:
         return f"a transfer brought {self._window_bytes} bytes in {self._window_s:g} s"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a transport takes in."""
+
+    #: Bytes of one request, and of one reply.
+    max_body_bytes: int = MAX_BODY_BYTES
+    #: Bytes of all requests being received or served; over it callers are told `busy`.
+    max_inflight_bytes: int = 2 * MAX_BODY_BYTES
+    #: Requests being received or served; over it callers are told `busy`.
+    max_open_requests: int = 1024
+
+
 class Admission:
     """Bounds on what one server holds at once: requests, and bytes of their bodies.
 
     Invariants: `0 <= num_open <= max_open_requests` and `0 <= held_bytes <= max_inflight_bytes`.
     """
 
-    def __init__(self, *, max_body_bytes: int, max_inflight_bytes: int, max_open_requests: int) -> None:
-        self.max_body_bytes = min(max_body_bytes, max_inflight_bytes)
-        self._max_inflight_bytes = max_inflight_bytes
-        self._max_open_requests = max_open_requests
+    def __init__(self, bounds: Bounds) -> None:
+        self.max_body_bytes = min(bounds.max_body_bytes, bounds.max_inflight_bytes)
+        self._bounds = bounds
         self.num_open = 0
         self.held_bytes = 0
 
@@ -99,10 +111,10 @@ class Admission:
         if num_bytes > self.max_body_bytes:
             reason = f"request of {num_bytes} bytes is over this peer's limit of {self.max_body_bytes}"
             return Refusal(code="bad_request", reason=reason)
-        if self.num_open >= self._max_open_requests:
+        if self.num_open >= self._bounds.max_open_requests:
             return Refusal(code="busy", reason=f"{self.num_open} requests are open")
-        if self.held_bytes + num_bytes > self._max_inflight_bytes:
-            reason = f"{self.held_bytes} bytes of requests are held, the limit is {self._max_inflight_bytes}"
+        if self.held_bytes + num_bytes > self._bounds.max_inflight_bytes:
+            reason = f"{self.held_bytes} bytes of requests are held, the limit is {self._bounds.max_inflight_bytes}"
             return Refusal(code="busy", reason=reason)
         self.num_open += 1
         self.held_bytes += num_bytes

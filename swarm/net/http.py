@@ -12,12 +12,12 @@ import socket
 from swarm.base.errors import Unreachable
 from swarm.base.ids import Address
 from swarm.base.memory import Recycler
-from swarm.net.exchange import MOVING_WINDOW_S, Admission, Patience, cancel, parts_of, wait_while_advancing
+from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, Patience, cancel, parts_of, wait_while_advancing
 from swarm.net.http_client import HttpClient
 from swarm.net.http_server import HttpServer, ServerLimits
 from swarm.net.ports import bind_tcp
 from swarm.net.transport import Handler, Progress, Transport
-from swarm.wire.framing import MAX_BODY_BYTES, Frame
+from swarm.wire.framing import Frame
 
 _HEADER_S = 10.0
 #: Memory of bodies that were let go, kept for the next ones.
@@ -36,9 +36,7 @@ class HttpTransport(Transport):
         sock: socket.socket | None = None,
         connect_s: float = 2.0,
         heartbeat_s: float = 0.5,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        max_inflight_bytes: int = 2 * MAX_BODY_BYTES,
-        max_open_requests: int = 1024,
+        bounds: Bounds | None = None,
         header_s: float = _HEADER_S,
         moving_s: float = MOVING_WINDOW_S,
     ) -> None:
@@ -49,9 +47,7 @@ class HttpTransport(Transport):
             sock: a listening socket to serve on instead (see `ports.bind_tcp_and_udp`); owned by the transport.
             connect_s: a connection must stand within this time.
             heartbeat_s: a served request sends its counter this often.
-            max_body_bytes: bound of one request, and of one reply.
-            max_inflight_bytes: bound of all requests being received or served; over it callers are told `busy`.
-            max_open_requests: bound of requests being received or served; over it callers are told `busy`.
+            bounds: what is taken in.
             header_s: a connection that has not sent complete HTTP headers within this time is dropped.
             moving_s: a transfer that brings less than 16 KiB in this time is dropped.
         """
@@ -59,14 +55,13 @@ class HttpTransport(Transport):
         self._address = Address(host, port)
         self._sock = sock
         self._moving_s = moving_s
-        self._admission = Admission(
-            max_body_bytes=max_body_bytes, max_inflight_bytes=max_inflight_bytes, max_open_requests=max_open_requests
-        )
+        bounds = bounds or Bounds()
+        self._admission = Admission(bounds)
         self._limits = ServerLimits(
-            heartbeat_s=heartbeat_s, header_s=header_s, moving_s=moving_s, max_connections=4 * max_open_requests
+            heartbeat_s=heartbeat_s, header_s=header_s, moving_s=moving_s, max_connections=4 * bounds.max_open_requests
         )
         self._client = HttpClient(
-            connect_s=connect_s, moving_s=moving_s, max_body_bytes=max_body_bytes, allocate=lambda n: self.allocate(n)
+            connect_s=connect_s, moving_s=moving_s, max_body_bytes=bounds.max_body_bytes, allocate=lambda n: self.allocate(n)
         )
         self.allocate = Recycler(max_idle=_MAX_IDLE_BODIES, max_idle_bytes=_MAX_IDLE_BYTES).take
         self._server: HttpServer | None = None

@@ -22,6 +22,7 @@ from swarm.base.ids import Address
 from swarm.net.exchange import (
     MAX_HEARTBEAT_BYTES,
     Admission,
+    Bounds,
     Patience,
     answer,
     beat_until_done,
@@ -31,7 +32,7 @@ from swarm.net.exchange import (
 )
 from swarm.net.memory_links import Links
 from swarm.net.transport import Handler, Progress, Transport
-from swarm.wire.framing import MAX_BODY_BYTES, Frame, decode, encode
+from swarm.wire.framing import Frame, decode, encode
 from swarm.wire.messages import Heartbeat, Refusal
 
 
@@ -265,19 +266,15 @@ class MemoryTransport(Transport):
         *,
         connect_s: float = 2.0,
         heartbeat_s: float = 0.5,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        max_inflight_bytes: int = 2 * MAX_BODY_BYTES,
-        max_open_requests: int = 1024,
+        bounds: Bounds | None = None,
     ) -> None:
         super().__init__()
         self._network = network
         self._address = address
         self._connect_s = connect_s
         self._heartbeat_s = heartbeat_s
-        self._max_body_bytes = max_body_bytes
-        self._admission = Admission(
-            max_body_bytes=max_body_bytes, max_inflight_bytes=max_inflight_bytes, max_open_requests=max_open_requests
-        )
+        self._bounds = bounds or Bounds()
+        self._admission = Admission(self._bounds)
         self._handler: Handler | None = None
         #: Bytes over links and lines of limited rates.
         self.num_sent = self.num_received = 0
@@ -324,7 +321,7 @@ class MemoryTransport(Transport):
             await cancel(exchange.result)
             self._network.hang_up(exchange)
         await self._network.awake(self._address)
-        return decode(reply, max_body_bytes=self._max_body_bytes)
+        return decode(reply, max_body_bytes=self._bounds.max_body_bytes)
 
     def carried(self) -> tuple[int, int]:
         return self.num_sent, self.num_received

@@ -14,6 +14,7 @@ import pytest
 from swarm.base.errors import ConfigError, LinkBroken, LinkError, RemoteRefused, Stalled, Unreachable
 from swarm.base.ids import Address
 from swarm.base.virtual_time import run_virtual
+from swarm.net.exchange import Bounds
 from swarm.net.http import HttpTransport
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Handler, Progress, Transport
@@ -33,8 +34,8 @@ class HttpWorld:
     def __init__(self) -> None:
         self._open: list[Transport] = []
 
-    async def transport(self, handler: Handler | None = None, **limits: float) -> HttpTransport:
-        transport = HttpTransport(**{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **limits})  # type: ignore[arg-type]
+    async def transport(self, handler: Handler | None = None, **options: Any) -> HttpTransport:
+        transport = HttpTransport(**{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **options})
         self._open.append(transport)
         await transport.start(handler or echo)
         return transport
@@ -73,12 +74,12 @@ class MemoryWorld(HttpWorld):
         self.network = MemoryNetwork(random.Random(1), jitter_s=0.001)
         self._num = 0
 
-    async def transport(self, handler: Handler | None = None, **limits: float) -> MemoryTransport:  # type: ignore[override]
+    async def transport(self, handler: Handler | None = None, **options: Any) -> MemoryTransport:  # type: ignore[override]
         self._num += 1
         transport = MemoryTransport(
             self.network,
             Address(f"peer{self._num}", 1),
-            **{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **limits},  # type: ignore[arg-type]
+            **{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **options},
         )
         self._open.append(transport)
         await transport.start(handler or echo)
@@ -417,7 +418,8 @@ def test_requests_over_a_bound_are_refused_and_the_next_one_works(world: HttpWor
             await release.wait()
             return Frame(Ack())
 
-        server = await world.transport(handler, max_body_bytes=2**20, max_inflight_bytes=2**21, max_open_requests=4)
+        bounds = Bounds(max_body_bytes=2**20, max_inflight_bytes=2**21, max_open_requests=4)
+        server = await world.transport(handler, bounds=bounds)
         client = await world.transport()
         refused = await client.call(server.address, tensor_frame(2 * 2**20), stall_s=PATIENT_S)
         assert refused.message.code == "bad_request"

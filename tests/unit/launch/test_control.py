@@ -61,11 +61,12 @@ def test_an_order_that_makes_no_sense_is_a_mistake_of_the_command_line(code: str
 
 def test_a_refused_connection_says_where_and_what_to_do() -> None:
     async def main() -> None:
-        nobody = HttpTransport()
+        nobody, asker = HttpTransport(), HttpTransport()
         await nobody.start(lambda frame, progress: asyncio.sleep(0))  # type: ignore[arg-type,return-value]
         await nobody.close()
-        for asking in (operate(nobody.address, "stop"), ask(HttpTransport(), nobody.address, timeout_s=5.0)):
+        for asking in (operate(nobody.address, "stop"), ask(asker, nobody.address, timeout_s=5.0)):
             with pytest.raises(SwarmError, match=f"nobody can be reached at {nobody.address} .*: name a peer of the run"):
                 await asking
+        await asker.close()
 
     asyncio.run(main())

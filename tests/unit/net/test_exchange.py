@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.net.exchange import CHUNK_BYTES, MOVING_BYTES, Admission, Patience, chunks_of
+from swarm.net.exchange import CHUNK_BYTES, MOVING_BYTES, Admission, Bounds, Patience, chunks_of
 
 
 def test_nothing_is_due_before_the_connection_stands() -> None:
@@ -66,7 +66,7 @@ def test_looking_again_in_time_never_oversleeps(moves: list[tuple[float, int]], 
 
 
 def test_admission_bounds_requests_and_bytes() -> None:
-    admission = Admission(max_body_bytes=100, max_inflight_bytes=150, max_open_requests=3)
+    admission = Admission(Bounds(max_body_bytes=100, max_inflight_bytes=150, max_open_requests=3))
     assert admission.admit(101).code == "bad_request"  # type: ignore[union-attr]
     assert admission.admit(100) is None
     assert admission.admit(51).reason == "100 bytes of requests are held, the limit is 150"  # type: ignore[union-attr]

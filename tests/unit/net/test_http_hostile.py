@@ -16,6 +16,7 @@ import pytest
 
 from swarm.base.errors import LinkBroken, RemoteProtocolError, Stalled, Unreachable
 from swarm.base.ids import Address
+from swarm.net.exchange import Bounds
 from swarm.net.http import HttpTransport
 from swarm.net.transport import Progress
 from swarm.wire.framing import MAGIC, PREFIX, Frame, decode_header, decode_prefix, encode
@@ -38,7 +39,7 @@ def run(scenario: Callable[[HttpTransport], Awaitable[None]]) -> None:
     """Run `scenario` against a small server; afterwards a valid request must work, and nothing may be held."""
 
     async def main() -> None:
-        server = HttpTransport(header_s=HEADER_S, moving_s=MOVING_S, heartbeat_s=0.05, max_body_bytes=2**30)
+        server = HttpTransport(header_s=HEADER_S, moving_s=MOVING_S, heartbeat_s=0.05, bounds=Bounds(max_body_bytes=2**30))
         await server.start(echo)
         try:
             async with asyncio.timeout(10):
@@ -253,7 +254,7 @@ def call_raw_server(answers: Callable[[], AsyncIterator[bytes]], *, stall_s: flo
 
     async def main() -> Frame:
         listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-        client = HttpTransport(max_body_bytes=2**20, moving_s=MOVING_S)
+        client = HttpTransport(bounds=Bounds(max_body_bytes=2**20), moving_s=MOVING_S)
         try:
             async with asyncio.timeout(5):
                 address = Address("127.0.0.1", listener.sockets[0].getsockname()[1])
@@ -353,7 +354,7 @@ def test_an_answer_may_come_in_any_pieces(seed: int) -> None:
 
 def test_a_refused_upload_stops() -> None:
     async def main() -> None:
-        server = HttpTransport(max_body_bytes=2**20)
+        server = HttpTransport(bounds=Bounds(max_body_bytes=2**20))
         await server.start(echo)
         try:
             size, progress = 64 * 2**20, Progress()

@@ -14,6 +14,7 @@ from swarm.averaging.reduction import Code, bytes_under_way
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address, Ballot, new_incarnation
 from swarm.base.virtual_time import run_virtual
+from swarm.net.exchange import Bounds
 from swarm.net.http import HttpTransport
 from swarm.net.identity import Identity
 from swarm.net.memory import MemoryNetwork, MemoryTransport
@@ -94,7 +95,7 @@ class World:
 
 def over_http(main: Callable[[World], Awaitable[None]]) -> None:
     async def run() -> None:
-        limits: Any = {"max_inflight_bytes": LIMIT, "heartbeat_s": 0.05}
+        limits: Any = {"bounds": Bounds(max_inflight_bytes=LIMIT), "heartbeat_s": 0.05}
         world = World(HttpTransport(), HttpTransport(**limits), ThreadExecutor("aggregate"))
         await world.start()
         try:

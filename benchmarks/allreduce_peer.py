@@ -26,7 +26,7 @@ from swarm.peer.rounds import Rounds
 from swarm.peer.stage_leader import StageLeader
 from swarm.peer.stage_member import StageMember
 from swarm.stage.compute import StageCompute
-from swarm.stage.executor import ThreadExecutor
+from swarm.stage.executor import ThreadExecutor, Threads
 from swarm.stage.optimizer import moments_for
 
 
@@ -74,10 +74,10 @@ async def serve(options: dict[str, Any]) -> None:
     context = context_of(config, 1000 + index, options["host"], host=options["host"])
     link = Link(context)
     compute = StageCompute(OneParameter(num_elements), 0, precision=config.precision, seed=0)
-    threads = [ThreadExecutor(name) for name in ("compute", "background", "storage")]
+    threads = Threads(**{name: ThreadExecutor(name) for name in ("compute", "background", "storage")})
     moments = moments_for(config, compute.layout, dtype=compute.master_dtype, device="cpu")
     tasks = Tasks()
-    member = StageMember(link, 0, compute, moments, *threads, tasks)
+    member = StageMember(link, 0, compute, moments, threads, tasks)
     Rounds(link, member)
     StageLeader(link, member, tasks)
     accumulator = member.step_state(0).accumulator

@@ -181,9 +181,9 @@ def _prepare(
         before_compiling((options.state_dir or Path(tempfile.gettempdir())) / "compiled")
     from launch.models import weights_for
     from models.registry import factory_of
-    from swarm.peer.stage_peer import StagePeer
+    from swarm.peer.stage_peer import Machine, StagePeer
     from swarm.stage.device import compute_thread
-    from swarm.stage.executor import ThreadExecutor
+    from swarm.stage.executor import ThreadExecutor, Threads
 
     use_threads(options.threads)
     source = weights_for(context.config, model)
@@ -203,16 +203,18 @@ def _prepare(
             context,
             stage=stage,
             factory=factory,
-            executor=compute_thread(device),
-            background=ThreadExecutor("background"),
-            storage=ThreadExecutor("storage"),
-            device=device,
+            threads=Threads(
+                compute=compute_thread(device), background=ThreadExecutor("background"), storage=ThreadExecutor("storage")
+            ),
+            machine=Machine(
+                device=device,
+                memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, options, limit, what, device),
+                compile=options.compile,
+                offload_optimizer=options.offload_optimizer,
+                free_bytes=lambda: device_memory(device),
+                flops_per_s=flops_per_s,
+            ),
             state_dir=options.state_dir,
-            memory_limit_bytes=_in_flight_bytes(factory, stage, context.config, options, limit, what, device),
-            compile=options.compile,
-            offload_optimizer=options.offload_optimizer,
-            free_bytes=lambda: device_memory(device),
-            flops_per_s=flops_per_s,
         )
 
     return build, device, flops_per_s

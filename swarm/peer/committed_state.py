@@ -27,7 +27,7 @@ from swarm.peer.step_state import StepState
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
 from swarm.stage.digest import checksum_of
-from swarm.stage.executor import Executor, Priority
+from swarm.stage.executor import Priority, Threads
 from swarm.stage.memory import KEPT_AVERAGES
 from swarm.stage.moments import Moments
 from swarm.stage.optimizer import adamw, own_moments_for
@@ -53,18 +53,17 @@ class CommittedState:
     """Of one peer of one stage."""
 
     def __init__(
-        self, link: Link, stage: int, compute: StageCompute, moments: Moments, executor: Executor, background: Executor,
-        storage: Executor, tasks: Tasks,
-    ) -> None:  # fmt: skip
+        self, link: Link, stage: int, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks
+    ) -> None:
         self.link = link
         self.context = link.context
         self.config = link.context.config
         self.stage = stage
         self.compute = compute
         self.moments = moments
-        self.executor = executor
-        self.background = background
-        self.storage = storage
+        self.executor = threads.compute
+        self.background = threads.background
+        self.storage = threads.storage
         self._tasks = tasks
         initial = genesis_record(self.config, self.context.run, ZERO_BALLOT, ((),) * self.config.num_stages)
         masters = compute.initial_masters() if compute.has_values else compute.no_masters()

@@ -22,7 +22,7 @@ from swarm.peer.link_meters import LinkMeters
 from swarm.peer.step_state import StepState
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
-from swarm.stage.executor import Executor, Priority
+from swarm.stage.executor import Priority, Threads
 from swarm.stage.moments import Moments
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -35,10 +35,9 @@ class StageMember(CommittedState):
     """The step protocol at one peer of one stage."""
 
     def __init__(
-        self, link: Link, stage: int, compute: StageCompute, moments: Moments, executor: Executor, background: Executor,
-        storage: Executor, tasks: Tasks,
-    ) -> None:  # fmt: skip
-        super().__init__(link, stage, compute, moments, executor, background, storage, tasks)
+        self, link: Link, stage: int, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks
+    ) -> None:
+        super().__init__(link, stage, compute, moments, threads, tasks)
         self.promised: Ballot = ZERO_BALLOT
         self.coordinator: m.Member | None = None
         #: What this peer's link carries, measured by `rounds.py`.

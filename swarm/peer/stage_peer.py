@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.base.errors import StorageError, SwarmError
@@ -25,7 +26,7 @@ from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import StateDonor
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
-from swarm.stage.executor import Executor, Priority
+from swarm.stage.executor import Priority, Threads
 from swarm.stage.module import StageFactory, ties_of
 from swarm.stage.optimizer import moments_for
 from swarm.stage.stash import MemoryBudget
@@ -36,6 +37,24 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 10.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What of its machine a stage peer uses, and how."""
+
+    #: Torch device of parameters and activations.
+    device: str = "cpu"
+    #: Bound of what in-flight micro-batches may hold.
+    memory_limit_bytes: int = 2**30
+    #: `torch.compile` the stage's blocks before it serves.
+    compile: bool = False
+    #: The optimizer's state stays in main memory; for a device that is not the CPU.
+    offload_optimizer: bool = False
+    #: Memory that is left now, for another stage's state; None where nobody can tell.
+    free_bytes: Callable[[], int] | None = None
+    #: Of the device in a short benchmark; 0 if not known.
+    flops_per_s: float = 0.0
+
+
 class StagePeer:
     """Serves one stage until stopped, or another one where the records move it.
 
@@ -43,16 +62,9 @@ class StagePeer:
         context: who this peer is.
         stage: which stage it serves first.
         factory: builds the stage's module.
-        executor: the device's compute thread.
-        background: averages and the digests that a step waits for; a thread of its own.
-        storage: checkpoints and snapshots, which no step waits for; a thread of its own.
-        device: torch device of parameters and activations.
+        threads: compute, and do what must not wait for that; closed with the peer.
+        machine: computes.
         state_dir: where checkpoints go; None writes none.
-        memory_limit_bytes: bound of what in-flight micro-batches may hold.
-        compile: `torch.compile` the stage's blocks before it serves.
-        offload_optimizer: the optimizer's state stays in main memory; for a device that is not the CPU.
-        free_bytes: memory that is left now, for another stage's state; None where nobody can tell.
-        flops_per_s: of the device in a short benchmark; 0 if not known.
     """
 
     def __init__(
@@ -61,32 +73,19 @@ class StagePeer:
         *,
         stage: int,
         factory: StageFactory,
-        executor: Executor,
-        background: Executor,
-        storage: Executor,
-        device: str = "cpu",
+        threads: Threads,
+        machine: Machine,
         state_dir: Path | None = None,
-        memory_limit_bytes: int = 2**30,
-        compile: bool = False,
-        offload_optimizer: bool = False,
-        free_bytes: Callable[[], int] | None = None,
-        flops_per_s: float = 0.0,
     ) -> None:
         self.context = context
         self._factory = factory
-        self._compile = compile
-        self._offload_optimizer = offload_optimizer
-        self._executor = executor
-        self._background = background
-        self._device_name = device
-        self._storage = storage
-        self._device = device_of(device)
+        self._threads = threads
+        self._machine = machine
+        self._device = device_of(machine.device)
         if self._device.allocate is not None:
             context.transport.allocate = self._device.allocate
         self._state_dir = state_dir
-        self._budget = MemoryBudget(memory_limit_bytes)
-        self._free_bytes = free_bytes
-        self._flops_per_s = flops_per_s
+        self._budget = MemoryBudget(machine.memory_limit_bytes)
         self.link = Link(context)
         #: Called when this peer has taken up another stage.
         self.on_move: list[Callable[[], None]] = []
@@ -106,26 +105,24 @@ class StagePeer:
     def _compute_of(self, stage: int) -> StageCompute:
         config = self.context.config
         return StageCompute(
-            self._factory, stage, precision=config.precision, seed=config.seed, device=self._device_name,
-            compile=self._compile, frozen=config.frozen,
+            self._factory, stage, precision=config.precision, seed=config.seed, device=self._machine.device,
+            compile=self._machine.compile, frozen=config.frozen,
         )  # fmt: skip
 
     def _take_up(self, compute: StageCompute, before: StageMember | None = None) -> None:
         """Build all parts that serve one stage; from here on they answer, in the place of those of `before`."""
         self._tasks = Tasks()
-        compute.show_progress(self._executor)
+        compute.show_progress(self._threads.compute)
         self.stage = stage = compute.stage
         moments = moments_for(
             self.context.config, compute.layout, dtype=compute.master_dtype, device=compute.device,
-            offload=self._offload_optimizer,
+            offload=self._machine.offload_optimizer,
         )  # fmt: skip
-        self.member = StageMember(
-            self.link, stage, compute, moments, self._executor, self._background, self._storage, self._tasks
-        )
+        self.member = StageMember(self.link, stage, compute, moments, self._threads, self._tasks)
         self.member.on_commit.append(self._note_end)
         if before is not None:
             self.member.succeed(before)
-        self.meter = LoadMeter(self.member, self._free_bytes, self._flops_per_s)
+        self.meter = LoadMeter(self.member, self._machine.free_bytes, self._machine.flops_per_s)
         Rounds(self.link, self.member, ties_of(self._factory, self.context.config.frozen))
         self.leader = StageLeader(self.link, self.member, self._tasks)
         self.membership = membership = Membership(self.link, self.member)
@@ -168,7 +165,7 @@ class StagePeer:
     async def start(self) -> None:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
-        await self._executor.run(self._warm_up, Priority.CONTROL)
+        await self._threads.compute.run(self._warm_up, Priority.CONTROL)
         self._start_loops()
 
     def _start_loops(self) -> None:
@@ -219,11 +216,11 @@ class StagePeer:
         before, tasks = self.member, self._tasks
         logger.info("moving from stage %d to stage %d", self.stage, stage)
         # Built by the compute thread: building draws random numbers, and its jobs rely on theirs.
-        compute = (await self._executor.run(lambda: self._compute_of(stage), Priority.CONTROL)).value
-        await self._storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        compute = (await self._threads.compute.run(lambda: self._compute_of(stage), Priority.CONTROL)).value
+        await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         self._take_up(compute, before)
         await tasks.close()
-        await self._executor.run(self._warm_up, Priority.CONTROL)
+        await self._threads.compute.run(self._warm_up, Priority.CONTROL)
         self._start_loops()
         for callback in self.on_move:
             callback()
@@ -253,12 +250,10 @@ class StagePeer:
             "stage %d: leaving after step %d: %d tickets accumulated, %d passed on, %d failed, %d given back",
             self.stage, self.member.num_commits, served["accumulated"], served["passed"], served["failed"], len(lost),
         )  # fmt: skip
-        await self._storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         await self._tasks.close()
         await self.membership.withdraw()
-        self._executor.close()
-        self._background.close()
-        self._storage.close()
+        self._threads.close()
         self._device.close()
         await self.context.dht.close()
         await self.context.transport.close()

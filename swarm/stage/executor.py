@@ -58,6 +58,23 @@ class Executor(abc.ABC):
         """Take no more jobs; the running one ends, queued ones are dropped."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """Where a stage peer's jobs run; what is in one waits for none of the others."""
+
+    #: The device's compute thread.
+    compute: Executor
+    #: Averages and the digests that a step waits for.
+    background: Executor
+    #: Checkpoints and snapshots, which no step waits for.
+    storage: Executor
+
+    def close(self) -> None:
+        self.compute.close()
+        self.background.close()
+        self.storage.close()
+
+
 class ThreadExecutor(Executor):
     """One daemon thread. `run` must be called from the event loop the executor was made on.
 

@@ -30,13 +30,13 @@ from swarm.peer.backbone import Backbone
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link
 from swarm.peer.reports import Evaluation, StepReport
-from swarm.peer.stage_peer import StagePeer
+from swarm.peer.stage_peer import Machine, StagePeer
 from swarm.peer.trainer import Trainer
 from swarm.policy.rebalance import Move, Plan
 from swarm.policy.schedule import learning_rate
 from swarm.policy.throughput import Swarm
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.executor import InlineExecutor, Outcome, Priority
+from swarm.stage.executor import InlineExecutor, Outcome, Priority, Threads
 from swarm.stage.module import Tensors, Tie, ties_of
 from swarm.wire.framing import Frame
 from swarm.wire.messages import CommitRecord, Message
@@ -388,9 +388,12 @@ class Simulation:
         context = self._context(name, "stage", same_port=same_port)
         executor = _Executor(self, self._duration(name))
         peer = StagePeer(
-            context, stage=stage, factory=self.factory, executor=executor,  # type: ignore[arg-type]
-            background=InlineExecutor(lambda priority: 0.0005), storage=InlineExecutor(lambda priority: 0.0005),
-            memory_limit_bytes=memory_limit_bytes,
+            context, stage=stage, factory=self.factory,
+            threads=Threads(
+                compute=executor, background=InlineExecutor(lambda priority: 0.0005),
+                storage=InlineExecutor(lambda priority: 0.0005),
+            ),
+            machine=Machine(memory_limit_bytes=memory_limit_bytes),
             state_dir=None if self._state_dir is None else self._state_dir / name,
         )  # fmt: skip
         node = Node(name, context.transport.address, context.identity, peer, executor)
@@ -443,9 +446,7 @@ class Simulation:
             await asyncio.gather(node.running, return_exceptions=True)
         await node.peer._tasks.close()
         if isinstance(node.peer, StagePeer):
-            node.peer._executor.close()
-            node.peer._background.close()
-            node.peer._storage.close()
+            node.peer._threads.close()
         if isinstance(node.peer, Backbone) and node.peer.aggregator is not None:
             node.peer.aggregator.close()
         await node.peer.context.dht.close()

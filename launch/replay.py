@@ -113,6 +113,7 @@ def _replayed(
 
     from swarm.feed.feed import open_feed
     from swarm.stage.replay import replay
+    from swarm.wire.compression import CODECS
 
     kept = [str(root / TOKENIZER_DIRECTORY) for root in options.checkpoints if (root / TOKENIZER_DIRECTORY).is_dir()]
     tokenizer = options.tokenizer or next(iter(kept), None)
@@ -123,8 +124,7 @@ def _replayed(
         {name: torch.from_numpy(array).to(device) for name, array in part.items()} for part in (batch.inputs, batch.labels)
     )
     make = _stages(options, config, config_bytes, checkpoints, device)
-    codec: Any = "raw" if config.compression == "none" else config.compression
-    return replay(make, config.num_stages, step, inputs, labels, codec=codec)
+    return replay(make, config.num_stages, step, inputs, labels, codec=CODECS[config.compression])
 
 
 def _stages(

@@ -79,8 +79,6 @@ class CommittedState:
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
         self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None if compute.has_values else []
-        #: Holds no state yet and downloads none: it may still restore one.
-        self.is_bare = not compute.has_values
         #: The average of the newest record was made without this peer, and is on its way: that takes as long as it is large.
         self.is_copying = False
         self.committed = asyncio.Condition()
@@ -182,9 +180,8 @@ class CommittedState:
             if record.step == -1 or set_back or (known is None and record.era > 0):
                 state = await self.restore(record)
                 if state is not None:
-                    self.queued, self.is_bare = None, False
-                    self.versions.replace(state)
                     self.queued = None
+                    self.versions.replace(state)
                     await self.refresh_digest()
                 elif self.queued is not None:
                     self.queued.clear()

@@ -25,7 +25,6 @@ class HopResult:
 
     trained: Trained
     frame: Frame
-    served_by: Member
     seconds: float
     failed: tuple[tuple[Member, str, float], ...]
 
@@ -59,7 +58,7 @@ async def call_stage(
             )  # fmt: skip
             if [hop.stage for hop in trained.hops] != list(range(stage, link.context.config.num_stages)):
                 raise RemoteProtocolError("its hops are not those from its stage to the last")
-            return HopResult(trained, frame, candidate, loop.time() - began, tuple(failed))
+            return HopResult(trained, frame, loop.time() - began, tuple(failed))
         except RefusedBy as refused:
             if refused.code in PASSED_ON:
                 raise

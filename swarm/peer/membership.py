@@ -146,7 +146,7 @@ class Membership:
         assert record is not None
         async with member.commit_lock:  # the record may be being applied, or the state restored, this very moment
             if not member.up_to_date:
-                member.queued, member.is_bare = [], False
+                member.queued = []
         if member.up_to_date:
             self._move("synced")
             return

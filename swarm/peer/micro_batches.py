@@ -28,6 +28,7 @@ from swarm.stage.norms import gradient_norms, norm_of
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
 from swarm.wire import messages as m
+from swarm.wire.compression import CODECS
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class MicroBatchServer:
         self._meter = meter
         self._compute = member.compute
         self._executor = member.executor
-        self._codec: m.Codec = "raw" if member.config.compression == "none" else member.config.compression
+        self._codec = CODECS[member.config.compression]
         self.accepting: Callable[[], bool] = lambda: True
         #: Requests by their phase, of those under way, and the ends of all so far.
         self.phases: Counter[str] = Counter()

@@ -69,7 +69,7 @@ class Trainer:
         self._tasks = Tasks()
         self.link = Link(context)
         self.seat = Seat(self.link, self._tasks, rank=1)
-        self._info = RunInfoServer(
+        RunInfoServer(
             self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known
         )
         ban_s = self.config.timing.record_ttl_s

@@ -308,7 +308,6 @@ REFUSAL_CODES = {
     "no_candidate": "no candidate of the named stage could take the micro-batch",
     "failed_everywhere": "the computation failed on every candidate of the named stage: model or data are at fault",
     "failed": "the computation failed on this peer",
-    "non_finite": "a tensor of the request holds NaN or Inf",
     "unknown": "this peer does not know what is asked for",
 }
 

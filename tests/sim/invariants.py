@@ -36,11 +36,9 @@ class CheckedLoop(VirtualTimeLoop):
     def __init__(self) -> None:
         super().__init__()
         self.checks: list[Callable[[], None]] = []
-        self.num_turns = 0
 
     def _run_once(self) -> None:
         super()._run_once()  # type: ignore[misc]
-        self.num_turns += 1
         try:
             for check in self.checks:
                 check()

@@ -21,7 +21,8 @@ from functools import partial
 
 import torch
 from invariants import run_checked
-from simulation import Node, Simulation, check, small_config
+from simulation import Node, Simulation, check
+from small_model import small_config
 
 from swarm.base.config import RunConfig, Timing
 from swarm.peer.stage_peer import StagePeer

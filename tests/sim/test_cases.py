@@ -12,7 +12,8 @@ import pytest
 import torch
 from invariants import run_checked
 from phases import Held, Log, committed, kind, ledger, node_at, node_of, until
-from simulation import Simulation, SmallFeed, check, one_process, small_config
+from simulation import Simulation, check
+from small_model import SmallFeed, one_process, small_config
 
 from swarm.base.ids import Ticket
 from swarm.wire import messages as m

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from invariants import run_checked
 from phases import Held, committed, coordinator_of, kind, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.config import TIMING_PRESETS
 from swarm.wire import messages as m

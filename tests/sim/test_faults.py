@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from simulation import Simulation, SmallFeed, check, small_config
+from simulation import Simulation, check
+from small_model import SmallFeed, small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.peer.context import stage_key

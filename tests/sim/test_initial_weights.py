@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from simulation import Node, Simulation, SmallFactory, small_config
+from simulation import Node, Simulation
+from small_model import SmallFactory, small_config
 
 from swarm.base.virtual_time import run_virtual
 

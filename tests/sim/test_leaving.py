@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 from phases import Log, committed, kind, node_of, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.peer.stage_peer import StagePeer

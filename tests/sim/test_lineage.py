@@ -6,7 +6,8 @@ import asyncio
 import logging
 
 import pytest
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
 

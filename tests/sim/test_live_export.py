@@ -7,7 +7,8 @@ import random
 
 import pytest
 import torch
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.errors import ConfigError, RemoteError
 from swarm.base.ids import Address

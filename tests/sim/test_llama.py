@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from simulation import Simulation
+from small_model import add_gradients
 
 from models.registry import factory_of
 from swarm.base.config import RunConfig
-from swarm.base.ids import Ticket
 from swarm.base.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
 from swarm.policy.schedule import learning_rate
@@ -48,15 +48,7 @@ def plain_loop(*parts):
         feed = open_feed(config, None, None, None)
         for step in range(first, end):
             optimizer.zero_grad()
-            loss_sum, tokens = 0.0, 0
-            for index in range(config.tickets_per_step):
-                batch = feed.batch(Ticket(step, index))
-                inputs = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
-                labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}
-                outputs = model(inputs, labels)
-                outputs["loss_sum"].backward()
-                loss_sum += float(outputs["loss_sum"].detach())
-                tokens += int(outputs["tokens"])
+            loss_sum, tokens = add_gradients([model], feed, config, step)
             for parameter in model.parameters():
                 parameter.grad /= tokens
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)

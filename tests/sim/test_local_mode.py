@@ -8,9 +8,9 @@ import pytest
 import torch
 from invariants import run_checked
 from schedules import Faults, Schedule
-from simulation import Simulation, SmallFeed, _Stage, small_config
+from simulation import Simulation
+from small_model import SmallFeed, SmallStage, add_gradients, small_config
 
-from swarm.base.ids import Ticket
 from swarm.base.virtual_time import run_virtual
 from swarm.policy.schedule import learning_rate
 
@@ -35,7 +35,7 @@ def replicas(simulation):
 
 def one_process_diloco(config, num_steps):
     """H = 1 in plain torch: one AdamW step from the shared parameters, and Nesterov's outer step; clipped stage by stage."""
-    stages = [_Stage(k, config.num_stages, torch.float64) for k in range(config.num_stages)]
+    stages = [SmallStage(k, config.num_stages, torch.float64) for k in range(config.num_stages)]
     optimizers = [
         torch.optim.AdamW(
             s.parameters(), betas=(config.beta1, config.beta2), eps=config.epsilon, weight_decay=config.weight_decay
@@ -49,15 +49,7 @@ def one_process_diloco(config, num_steps):
     feed, losses = SmallFeed(config), []
     for step in range(num_steps):
         before = [[p.detach().clone() for p in s.parameters()] for s in stages]
-        loss_sum, tokens = 0.0, 0
-        for index in range(config.tickets_per_step):
-            batch = feed.batch(Ticket(step, index))
-            x = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
-            labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}
-            for stage in stages:
-                x = stage(x, labels)
-            x["loss_sum"].backward()
-            loss_sum, tokens = loss_sum + float(x["loss_sum"].detach()), tokens + int(x["tokens"])
+        loss_sum, tokens = add_gradients(stages, feed, config, step)
         losses.append(loss_sum / tokens)
         for stage, inner, sgd, old in zip(stages, optimizers, outer, before, strict=True):
             for p in stage.parameters():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from phases import committed
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.errors import LinkBroken
 from swarm.base.virtual_time import run_virtual

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 from invariants import run_checked
 from phases import Held, Log, committed, coordinator_of, kind, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.config import RunConfig, Timing
 from swarm.wire import messages as m

@@ -12,7 +12,8 @@ import math
 import pytest
 from invariants import run_checked
 from phases import Held, committed, coordinator_of, kind, ledger, node_at, node_of, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import SwarmError

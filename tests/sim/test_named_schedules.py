@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from invariants import run_checked
 from phases import Held, Log, committed, coordinator_of, kind, ledger, node_at, node_of, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.errors import Stalled
 from swarm.peer import state_transfer

@@ -7,7 +7,8 @@ import logging
 
 import pytest
 from phases import committed, coordinator_of, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.peer.link import Refuse

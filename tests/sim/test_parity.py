@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulation import Simulation, one_process, small_config
+from simulation import Simulation
+from small_model import one_process, small_config
 
 from swarm.base.virtual_time import run_virtual
 

@@ -6,7 +6,8 @@ import random
 
 from invariants import run_checked
 from phases import committed, coordinator_of, until
-from simulation import Simulation, small_config
+from simulation import Simulation
+from small_model import small_config
 
 from swarm.base.config import Timing
 from swarm.base.ids import new_incarnation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from phases import Log, committed, kind
-from simulation import Simulation, SmallFactory, small_config
+from simulation import Simulation
+from small_model import SmallFactory, small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.wire import messages as m

@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 from phases import until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.peer import stage_member, state_transfer

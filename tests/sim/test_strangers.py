@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from phases import committed, until
-from simulation import Simulation, check, small_config
+from simulation import Simulation, check
+from small_model import small_config
 
 from swarm.base.ids import Address, Ballot, Ticket
 from swarm.base.virtual_time import run_virtual

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 import torch
 from schedules import run_seeds
-from simulation import Simulation, check, one_process, small_config
+from simulation import Simulation, check
+from small_model import one_process, small_config
 from test_llama import llama_config, plain_loop
 
 from models.registry import factory_of

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from small_model import add_gradients
 
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.base.ids import Ticket
 from swarm.feed.feed import Feed, open_feed
 from swarm.stage.module import StageFactory
 
@@ -24,18 +24,12 @@ def losses_of(config: RunConfig, factory: StageFactory, feed: Feed, num_steps: i
     optimizer = torch.optim.AdamW([p for s in stages for p in s.parameters()], lr=config.learning_rate)
     losses = []
     for step in range(num_steps):
-        total, tokens = 0.0, 0
-        for index in range(config.tickets_per_step):
-            batch = feed.batch(Ticket(step, index))
-            out = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
-            labels = {name: torch.from_numpy(array) for name, array in batch.labels.items()}
-            for stage in stages:
-                out = stage(out, labels if stage is stages[-1] else None)
-            (out["loss_sum"] / (config.target_batch_size * config.sequence_length)).backward()
-            total, tokens = total + out["loss_sum"].item(), tokens + int(out["tokens"])
+        loss_sum, tokens = add_gradients(stages, feed, config, step)
+        for parameter in (p for stage in stages for p in stage.parameters()):
+            parameter.grad /= tokens
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total / tokens)
+        losses.append(loss_sum / tokens)
     return losses
 
 

@@ -63,6 +63,7 @@ class Children:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[int] | None = None
+        self._has_ended = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -110,8 +111,13 @@ class Children:
         """Fork a child that runs `entry` (`module:function`, called with `argv` and its `Reports`).
 
         Its output goes to `name`.log. Returns once it has a pid.
+
+        Raises:
+            SwarmError: the server has ended.
         """
         loop = asyncio.get_running_loop()
+        if self._has_ended:
+            raise self._gone()
         log = self._log_dir / f"{name}.log"
         child = Child(name=name, log=log, started=loop.create_future(), ended=loop.create_future(), _send=self._send)
         if name in self._children:
@@ -154,25 +160,29 @@ class Children:
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._writer is not None
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        if not self._writer.is_closing():  # else the server has gone, and its children with it
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read_replies(self, replies: asyncio.StreamReader) -> None:
-        assert self._ready is not None
-        while line := await replies.readline():
-            reply = json.loads(line)
-            if "ready" in reply:
-                self._ready.set_result(reply["ready"])
-            elif "failed" in reply:
-                self._ready.set_exception((ConfigError if reply["usage"] else SwarmError)(reply["failed"]))
-            elif "started" in reply:
-                self._children[reply["started"]].started.set_result(reply["pid"])
-            else:
-                self._children[reply["exited"]].ended.set_result(reply["code"])
+        with contextlib.suppress(ConnectionError):  # what was sent to a server that has gone
+            while line := await replies.readline():
+                self._heed(json.loads(line))
         self._server_ended()
+
+    def _heed(self, reply: dict[str, Any]) -> None:
+        assert self._ready is not None
+        if "ready" in reply:
+            self._ready.set_result(reply["ready"])
+        elif "failed" in reply:
+            self._ready.set_exception((ConfigError if reply["usage"] else SwarmError)(reply["failed"]))
+        elif "started" in reply:
+            self._children[reply["started"]].started.set_result(reply["pid"])
+        else:
+            self._children[reply["exited"]].ended.set_result(reply["code"])
 
     def _server_ended(self) -> None:
         """Without its server no child lives on."""
-        gone = SwarmError(f"the fork server ended; see {self._log}")
+        gone, self._has_ended = self._gone(), True
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(gone)
@@ -181,6 +191,9 @@ class Children:
                 child.started.set_exception(gone)
             if child.alive:
                 child.ended.set_result(-signal.SIGKILL)
+
+    def _gone(self) -> SwarmError:
+        return SwarmError(f"the fork server ended; see {self._log}")
 
     async def _read_reports(self, reports: asyncio.StreamReader) -> None:
         while line := await reports.readline():

@@ -34,6 +34,7 @@ from swarm.base.errors import ConfigError, SwarmError
 
 #: After the creator's death children get this long, in seconds, to end by themselves.
 ORPHAN_GRACE_S = 4.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Server:
@@ -112,6 +113,7 @@ class _Server:
 
     def _start(self, request: dict[str, Any]) -> None:
         server_pid = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one that comes to the child at once waits until it heeds it
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -125,6 +127,7 @@ class _Server:
                     sys.stdout.flush()
                     sys.stderr.flush()
                 os._exit(code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._names[pid] = request["start"]
         self.tell(started=request["start"], pid=pid)
 
@@ -133,9 +136,10 @@ class _Server:
         die_with_parent(server_pid)
         os.setpgid(0, 0)  # a Ctrl-C at the terminal is for the creator, which then stops its children in order
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         log_fd = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
@@ -171,7 +175,8 @@ def _run_entry(request: dict[str, Any], report_fd: int) -> int:
 
 def serve(control_fd: int, report_fd: int) -> None:
     """Body of the server's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:  # sent to everyone of a group or service, they are for the creator, which stops all in order
+        signal.signal(number, signal.SIG_IGN)
     setproctitle(f"swarm fork server of {os.getppid()}")
     with socket.socket(fileno=control_fd) as control:
         server = _Server(control, report_fd)

@@ -71,6 +71,39 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_whole_group_leaves_it_to_the_creator_to_end_the_children(number: signal.Signals, tmp_path: Path) -> None:
+    """`timeout`, a terminal that closes and service managers signal every process of a group; the creator handles it."""
+
+    async def scenario() -> None:
+        async with Started(tmp_path) as started:
+            child = await started.spawn("one", "obedient")
+            await started.serving("one")
+            started.children._process.send_signal(number)
+            async with asyncio.timeout(5.0):
+                other = await started.spawn("two", "obedient")  # by then the server has lived through the signal
+            assert child.alive
+        assert {child.ended.result(), other.ended.result()} == {-signal.SIGTERM}
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_is_gone_is_told_nothing_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with Started(tmp_path) as started:
+            child = await started.spawn("one", "obedient")
+            process = started.children._process
+            process.kill()
+            process.wait()
+            for _ in range(10):  # as many as there may be children to end, before its end is read
+                child.signal(signal.SIGTERM)
+            async with asyncio.timeout(5.0):
+                assert await child.ended == -signal.SIGKILL
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_a_failure_comes_back_with_code_and_words(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with Started(tmp_path) as started:

@@ -110,7 +110,8 @@ class Lineage:
         if not head:
             return ""
         names = ", ".join(peer[:8] for peer in absent)
-        return f"peers {names}: with them the run goes on at step {held.records[head].step + 1}, else at an older one"
+        step, wait_s = held.records[head].step + 1, self._reign.timing.stage_lost_s
+        return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at an older one"
 
     async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
         """What it holds, and whether it can make the initial values; neither, if it does not say."""

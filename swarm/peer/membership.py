@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from swarm.base.errors import LinkError, RemoteError
@@ -16,6 +17,7 @@ from swarm.lifecycle.peer import PEER
 from swarm.peer.announcing import find_coordinators, keep_announcing, withdraw
 from swarm.peer.context import stage_key
 from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.peer.reign import USUAL_WAITS, WAITING_TOLD_S
 from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import download
 from swarm.wire import messages as m
@@ -38,6 +40,9 @@ class Membership:
         self._moved_by: m.CommitRecord | None = None
         #: The last failure of a download that was logged.
         self._told = ""
+        #: What the run waits for, as it was last logged; and when to ask for it next.
+        self._told_wait = ""
+        self._ask_at = math.inf
         member.on_commit.append(lambda record: self._poke.set())
 
     @property
@@ -83,12 +88,39 @@ class Membership:
             wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
             if wanted and self.state != "draining":
                 await self._ask_to_join()
+                await self._tell_what_is_waited_for()
+            else:
+                self._ask_at, self._told_wait = math.inf, ""
             try:
                 # Pre-genesis and joining peers ask often; members wake up on records and look in rarely.
                 async with asyncio.timeout(timing.request_s / 8 if wanted else timing.request_s):
                     await self._poke.wait()
             except TimeoutError:
                 continue
+
+    async def _tell_what_is_waited_for(self) -> None:
+        """While no record lists this peer: what the run waits for, each time that this becomes something else."""
+        now, timing = asyncio.get_running_loop().time(), self._link.context.config.timing
+        if self._ask_at == math.inf:
+            self._ask_at = now + WAITING_TOLD_S
+        if now < self._ask_at:
+            return
+        self._ask_at = now + timing.request_s / 2
+        wait = await self._waited_for()
+        if wait and wait != self._told_wait and not wait.startswith(USUAL_WAITS):
+            logger.info("stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, wait)
+            self._told_wait = wait
+
+    async def _waited_for(self) -> str:
+        """In the coordinator's words."""
+        for member in await self._coordinators():
+            try:
+                reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError):
+                continue
+            if reply.detail.get("coordinator"):
+                return str(reply.detail.get("waiting_for", ""))
+        return "a coordinator: no backbone or trainer answers"
 
     async def _follow(self) -> None:
         """Move along the table after what the newest record says of this peer."""

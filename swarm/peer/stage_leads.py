@@ -107,7 +107,10 @@ class StageLeads:
             leader = self.leader(stage)
             if leader is None:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
-                self._reign.waiting_for = f"a live member of stage {stage}"
+                lost_s = self._reign.timing.stage_lost_s
+                self._reign.waiting_for = (
+                    f"a live member of stage {stage}; without one for {lost_s:g} s the run goes back to a checkpoint"
+                )
                 if lost_since is None:
                     lost_since = self._reign.now
                     logger.warning("step %d: stage %d has no live member; waiting for one", step, stage)

@@ -18,6 +18,7 @@ from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.passes import Passes
+from swarm.peer.reign import USUAL_WAITS, WAITING_TOLD_S
 from swarm.peer.reports import Evaluation, FeedLike, StepReport, TicketReport
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
@@ -30,10 +31,6 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 
-#: Without a commit for so long, in seconds, a trainer says what is waited for.
-WAITING_TOLD_S = 3.0
-#: How the coordinator's words begin for what every slow step waits for.
-USUAL_WAITS = ("tickets", "seals", "averages", "nothing")
 #: A trainer that leaves waits so long, in seconds, for what it has in flight.
 DRAIN_S = 8.0
 

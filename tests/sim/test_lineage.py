@@ -20,7 +20,11 @@ async def after_steps(simulation, steps, *, within_s=200.0):
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
 def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, caplog, delay_steps):
-    """All holders of stage 1 die; one returns with its state directory. The run goes on from the last checkpoint."""
+    """All holders of stage 1 die; one returns with its state directory. The run goes on from the last checkpoint.
+
+    Until then whoever returned says what is waited for, and how long.
+    """
+    caplog.set_level(logging.INFO)
     config = small_config(
         total_steps=9, checkpoint_every=3, checkpoint_copies=2, delay_steps=delay_steps, timing={"stage_lost_s": 10.0}
     )
@@ -43,6 +47,11 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
 
     run_virtual(main())
     assert "going on from an earlier head than that of step " in caplog.text
+    said = [r.getMessage() for r in caplog.records if r.name == "swarm.peer.membership" and "not listed" in r.getMessage()]
+    assert said == [
+        "stage 1: this peer is not listed yet; the run waits for a live member of stage 1; "
+        "without one for 10 s the run goes back to a checkpoint"
+    ]
 
 
 def test_while_a_stage_is_lost_the_run_says_so(tmp_path):
@@ -57,7 +66,7 @@ def test_while_a_stage_is_lost_the_run_says_so(tmp_path):
         await after_steps(simulation, 3)
         await simulation.kill("stage1.0")
         await asyncio.sleep(15.0)
-        assert read[0] == "a live member of stage 1"
+        assert read[0] == "a live member of stage 1; without one for 8 s the run goes back to a checkpoint"
         assert read[1] == "a peer of stages [1]: nobody serves them"
         await simulation.add_stage_peer("stage1.0", 1)
         await simulation.finish()

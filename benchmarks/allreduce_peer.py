@@ -7,6 +7,7 @@ gradients are drawn by seed, so that the sum is known without asking anyone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -84,6 +85,7 @@ async def serve(options: dict[str, Any]) -> None:
     accumulator.ledger.grant(index, accumulator.ledger.term)
     accumulator.add(index, Entry(1, 0.0), [gradient_of(index, num_elements)])
     await link.serve()
+    gc.freeze()  # as the launchers do
     print(json.dumps(context.member().model_dump(mode="json")), flush=True)
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(None, sys.stdin.read)

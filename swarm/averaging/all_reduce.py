@@ -21,7 +21,7 @@ from swarm.averaging.grid import groups_of, num_levels
 from swarm.averaging.reduction import Code, Part, Payload, RoundFailed, RunJob, at_once
 from swarm.averaging.tied import Tied
 from swarm.policy.shares import hagenbach_bischoff
-from swarm.stage.digest import digest_and_squares
+from swarm.stage.digest import digest_of, squares_of
 from swarm.wire.messages import Member, Seal, Term
 
 
@@ -149,7 +149,7 @@ class Round:
         if add_tied is not None:
             # Into a copy: chunks of the sum are still on their way to others, or it is the accumulator itself.
             tied = await add_tied(await self._run_job(flat.clone))
-        digest, sum_squares = await self._run_job(lambda: digest_and_squares(tied.flat, tied.uncounted))
+        digest, sum_squares = await self._run_job(lambda: (digest_of([tied.flat]), squares_of(tied.flat, tied.uncounted)))
         return Average(self.term, self.seals, tied.flat, digest, sum_squares, tied.digests, result.state)
 
     async def _advance(self, total: Sum | None) -> Part | Compressed:

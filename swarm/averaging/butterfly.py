@@ -23,8 +23,7 @@ from swarm.base.errors import LinkError, RemoteError
 from swarm.stage.accumulator import is_finite
 from swarm.stage.flat import empty_flat
 from swarm.wire.compression import decode_tensor
-from swarm.wire.framing import Buffer
-from swarm.wire.messages import Member, TensorSpec
+from swarm.wire.messages import Member
 
 #: Sends chunk `number` of slice `j` (None if this member contributes nothing) to member j and returns the reduced chunk.
 Exchange = Callable[[int, int, Payload | None], Awaitable[Payload]]
@@ -130,21 +129,30 @@ class Butterfly(Reduction):
 
     async def _stream(self, j: int, numbers: Any, exchange: Exchange) -> None:
         """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""
+        arrived: tuple[int, int, Payload] | None = None
         for number, (start, end) in numbers:
+            part = await self._run_job(partial(self._take_and_encode, j, arrived, start, end))
+            arrived = start, end, await exchange(j, number, part)
             if self._failure is not None:
                 raise self._failure
-            if self._part.code.is_lossy:
-                part = await self._run_job(partial(self._encode, start, end))
-            else:
-                part = self._encode(start, end)
-            spec, buffer = await exchange(j, number, part)
-            if spec != self._spec(end - start):
-                raise RoundFailed(f"slice {j} came back with the wrong shape", [self.members[j]])
+        if arrived is not None:
+            await self._run_job(partial(self._take, j, *arrived))
 
-            def job(spec: TensorSpec = spec, buffer: Buffer = buffer, start: int = start, end: int = end) -> bool:
-                reduced = decode_tensor(spec, buffer)
-                self._flat[start:end] = reduced
-                return is_finite(reduced)
+    def _take_and_encode(self, j: int, arrived: tuple[int, int, Payload] | None, start: int, end: int) -> Payload | None:
+        """One job for what could be two: handing a job to another thread takes as long as a small chunk's work."""
+        if arrived is not None:
+            self._take(j, *arrived)
+        return self._encode(start, end)
 
-            if not await self._run_job(job):
-                raise self._not_finite("a reduced slice", j)
+    def _take(self, j: int, start: int, end: int, payload: Payload) -> None:
+        """A reduced chunk of slice `j` came back.
+
+        Raises:
+            RoundFailed: it is none.
+        """
+        if payload[0] != self._spec(end - start):
+            raise RoundFailed(f"slice {j} came back with the wrong shape", [self.members[j]])
+        reduced = decode_tensor(*payload)
+        self._flat[start:end] = reduced
+        if not is_finite(reduced):
+            raise self._not_finite("a reduced slice", j)

@@ -26,7 +26,7 @@ from swarm.wire.messages import Codec, Member, TensorSpec
 
 #: The largest slice travels in at least so many chunks, unless they would be small: the more, the more of the way out
 #: and the way back overlap.
-MIN_CHUNKS = 16
+MIN_CHUNKS = 10
 #: An auxiliary's slice in more: its line carries parts in, and sums out, only while both are under way.
 MIN_AUXILIARY_CHUNKS = 128
 MIN_CHUNK_ELEMENTS = 2**14

@@ -35,7 +35,7 @@ class Body:
         """
         filled = 0
         while filled < len(view):
-            piece = self._piece or memoryview(await self._content.readany())
+            piece = self._piece or await self._next()
             if not piece:
                 raise RemoteProtocolError(f"a frame ended {len(view) - filled} bytes early")
             num_bytes = min(len(piece), len(view) - filled)
@@ -46,7 +46,14 @@ class Body:
 
     async def ended(self) -> bool:
         """Whether the body ends here, so that its connection may be used again."""
-        return not self._piece and not await self._content.readany()
+        return not self._piece and not await self._next()
+
+    async def _next(self) -> memoryview:
+        """The next piece as the library has it, which would join several into one for `readany`; empty at the end."""
+        piece = b""
+        while not piece and not self._content.at_eof():  # where an HTTP chunk ends there may be no bytes
+            piece, _ = await self._content.readchunk()
+        return memoryview(piece)
 
 
 class FrameReader:

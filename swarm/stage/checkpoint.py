@@ -176,7 +176,7 @@ def write_checkpoint(
             "record": version.record.model_dump(mode="json"),
             "previous": state.previous.record.model_dump(mode="json") if state.previous is not None else None,
             "config": config_bytes.decode(),
-            "digests": digests,
+            "blake3": digests,
         }
         (partial / _DESCRIPTION).write_text(json.dumps(meta))
         for file in partial.iterdir():
@@ -280,7 +280,7 @@ def scan(
                     record=CommitRecord.model_validate(meta["record"]),
                     previous=None if previous is None else CommitRecord.model_validate(previous),
                     num_updates=int(meta["num_updates"]),
-                    digests=dict(meta["digests"]),
+                    digests=dict(meta["blake3"]),
                     config_bytes=meta["config"].encode(),
                     identity=_identity(path),
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,

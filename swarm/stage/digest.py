@@ -1,25 +1,29 @@
-"""Digests of tensors: SHA-256 over their bytes, sums of squares, and a fast checksum for the whole state at every step."""
+"""Digests of tensors, sums of squares, and a fast checksum for the whole state at every step.
+
+Digests are BLAKE3: as hard to forge as SHA-256, in a quarter of the time on one thread, and by several threads at once.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 #: 64-bit lanes that the checksum folds a tensor into.
 _LANES = 4096
+#: Of a tensor, between two ticks.
 _PIECE_BYTES = 2**26
-#: Elements whose squares are summed at a time: the fp64 copy stays in a CPU's cache.
-_SQUARED_ELEMENTS = 2**15
+#: Elements whose squares are summed at a time: they stay in a CPU's cache.
+_PART_ELEMENTS = 2**15
+_RUN_ELEMENTS = 256
+#: Sums of squares between these have lost nothing that counts to the range of fp32.
+_LEAST_SQUARES, _MOST_SQUARES = 1e-20, 1e38
 #: Threads for large tensors; other peers of this machine need cores too.
 _THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
-
-T = TypeVar("T")
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -27,72 +31,63 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def digest_of(tensors: Iterable[torch.Tensor], *, tick: Callable[[], None] = lambda: None) -> str:
-    """64 hex digits over the bytes of `tensors`, in order; other devices are copied to the CPU first.
+    """BLAKE3 over the bytes of `tensors`, in order, as 64 hex digits; other devices are copied to the CPU first.
 
-    `tick` is called, from any thread, as often as something was done: slowness is not death.
-
-    SHA-256 over the SHA-256 of each piece of `_PIECE_BYTES`, so that large tensors are hashed by several threads.
+    `tick` is called as often as something was done: slowness is not death.
     """
+    tensors = list(tensors)
+    is_large = sum(tensor.nbytes for tensor in tensors) > _PIECE_BYTES  # starting threads takes time, too
+    state = blake3(max_threads=_THREADS if is_large else 1)
+    for tensor in tensors:
+        for piece in _pieces(_bytes(tensor)):
+            state.update(piece.data)
+            tick()
+    return state.hexdigest()
 
-    def one(piece: np.ndarray) -> bytes:
-        tick()
-        return _sha256(piece)
 
-    pieces = [piece for tensor in tensors for piece in _pieces(_bytes(tensor))]
-    return hashlib.sha256(b"".join(_on_threads(one, pieces))).hexdigest()
+def squares_of(flat: torch.Tensor, uncounted: Sequence[tuple[int, int]] = ()) -> float:
+    """Sum of squares of the elements of `flat` [N] (fp32 or fp64, on the CPU), without `start:end` of each of `uncounted`.
 
-
-def digest_and_squares(flat: torch.Tensor, uncounted: Sequence[tuple[int, int]] = ()) -> tuple[str, float]:
-    """`digest_of([flat])`, and the sum of squares in fp64 of its elements [N] (fp32 or fp64, on the CPU).
-
-    Squares of the elements `start:end` of each of `uncounted` are left out.
+    To 1e-7 of itself for fp32, whatever the range of the elements.
     """
-    if uncounted:
-        edges = [0, *(edge for pair in sorted(uncounted) for edge in pair), flat.numel()]
-        counted = [flat[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        return digest_of([flat]), float(sum(_squares_of(part) for part in counted))
-    dtype = flat.numpy().dtype
-
-    def one(piece: np.ndarray) -> tuple[bytes, float]:
-        return _sha256(piece), _squares(piece.view(dtype))
-
-    results = _on_threads(one, _pieces(_bytes(flat)))
-    squares = float(sum(squares for _, squares in results))
-    return hashlib.sha256(b"".join(sha for sha, _ in results)).hexdigest(), squares
-
-
-def _squares_of(flat: torch.Tensor) -> float:
-    dtype = flat.numpy().dtype
-    return float(sum(_on_threads(lambda piece: _squares(piece.view(dtype)), _pieces(_bytes(flat)))))
+    edges = [0, *(edge for pair in sorted(uncounted) for edge in pair), flat.numel()]
+    counted = (flat[start:end].numpy() for start, end in zip(edges[::2], edges[1::2], strict=True))
+    return float(sum(squares for part in counted for squares in _on_threads(_squares, _pieces(part))))
 
 
 def _pieces(data: np.ndarray) -> list[np.ndarray]:
-    return [data[start : start + _PIECE_BYTES] for start in range(0, data.size, _PIECE_BYTES)]
+    size = _PIECE_BYTES // data.itemsize
+    return [data[start : start + size] for start in range(0, data.size, size)]
 
 
-def _on_threads(job: Callable[[np.ndarray], T], pieces: list[np.ndarray]) -> list[T]:
+def _on_threads(job: Callable[[np.ndarray], float], pieces: list[np.ndarray]) -> list[float]:
     if len(pieces) < 2 or _THREADS < 2:
         return [job(piece) for piece in pieces]
-    with ThreadPoolExecutor(min(_THREADS, len(pieces)), "digest") as pool:
+    with ThreadPoolExecutor(min(_THREADS, len(pieces)), "squares") as pool:
         return list(pool.map(job, pieces))
 
 
-def _sha256(data: np.ndarray) -> bytes:
-    return hashlib.sha256(data.data).digest()
-
-
 def _squares(values: np.ndarray) -> float:
-    """Part by part in order, so that replicas get the same number."""
-    parts = (values[i : i + _SQUARED_ELEMENTS] for i in range(0, values.size, _SQUARED_ELEMENTS))
-    return float(sum(np.square(part, dtype=np.float64).sum() for part in parts))
+    return sum(_squares_in_cache(values[i : i + _PART_ELEMENTS]) for i in range(0, values.size, _PART_ELEMENTS))
+
+
+def _squares_in_cache(part: np.ndarray) -> float:
+    """Runs of `_RUN_ELEMENTS` in the type of `part`, which takes a third of the time, and all else in fp64."""
+    whole = part.size - part.size % _RUN_ELEMENTS
+    runs = part[:whole].reshape(-1, _RUN_ELEMENTS)
+    with np.errstate(over="ignore"):
+        total = np.einsum("ij,ij->i", runs, runs).sum(dtype=np.float64) + np.square(part[whole:], dtype=np.float64).sum()
+    if _LEAST_SQUARES < total < _MOST_SQUARES:
+        return float(total)
+    return float(np.square(part, dtype=np.float64).sum())  # squares may be beyond fp32's range
 
 
 def checksum_of(tensors: Iterable[torch.Tensor]) -> str:
     """64 hex digits that differ if one element of replicas does; as fast as memory, but no protection against a forger.
 
-    Each tensor's bytes are added, as 64-bit words that wrap around, into `_LANES` lanes; SHA-256 over the lanes.
+    Each tensor's bytes are added, as 64-bit words that wrap around, into `_LANES` lanes; BLAKE3 over the lanes.
     """
-    state = hashlib.sha256()
+    state = blake3()
     for tensor in tensors:
         words = tensor.detach().contiguous().view(-1).view(torch.uint8)
         whole = words.numel() - words.numel() % (8 * _LANES)

@@ -16,7 +16,7 @@ from swarm.averaging.reduction import Payload
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
-from swarm.stage.digest import digest_and_squares, digest_of
+from swarm.stage.digest import digest_of, squares_of
 from swarm.stage.layout import Layout
 from swarm.stage.module import Tie, ties_of
 from swarm.wire.messages import Member, Seal, Term
@@ -48,7 +48,7 @@ def test_all_stages_hold_the_same_sum_and_only_the_owner_counts_it(seed: int) ->
     assert torch.equal(tied[0].flat[6:], flats[0][6:])
     assert torch.equal(tied[2].flat[[0, 1, 8]], flats[2][[0, 1, 8]])
     assert tied[0].digests == tied[2].digests == (("embedding", digest_of([expected])),)
-    squares = [digest_and_squares(t.flat, t.uncounted)[1] for t in tied.values()]
+    squares = [squares_of(t.flat, t.uncounted) for t in tied.values()]
     whole = torch.cat([expected, flats[0][6:], flats[2][[0, 1, 8]]]).double()
     assert sum(squares) == pytest.approx(float(whole @ whole), rel=1e-12)
 

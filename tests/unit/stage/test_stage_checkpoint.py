@@ -152,7 +152,7 @@ def test_the_optimizer_is_written_with_its_digest(tmp_path: Path) -> None:
     assert torch.equal(moments["second/weight"], version_of(20).masters[:6].view(2, 3) * 0.25)
     meta = json.loads((directory / "checkpoint.json").read_text())
     assert meta["num_updates"] == 20
-    assert meta["digests"]["optimizer"] == digest_of(moments[name] for name in sorted(moments))
+    assert meta["blake3"]["optimizer"] == digest_of(moments[name] for name in sorted(moments))
 
 
 def test_a_scalar_parameter_is_written_and_read(tmp_path: Path) -> None:
@@ -474,7 +474,7 @@ def test_a_checkpoint_that_was_replaced_is_another(tmp_path: Path) -> None:
 
 WRONG_VALUES = {
     "record": ["nonsense", 3, [], None], "previous": ["nonsense", 3, []], "stage": ["nonsense", [], None],
-    "num_updates": ["nonsense", [], None], "digests": ["nonsense", 3, None], "config": [3, [], None],
+    "num_updates": ["nonsense", [], None], "blake3": ["nonsense", 3, None], "config": [3, [], None],
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> str:
         words = tensor.detach().contiguous().view(-1).view(torch.uint8)
         whole = words.numel() - words.numel() % (8 * _LANES)
         if whole:
-            state.update(_lanes(words[:whole]).data)
+            state.update(_lanes(words[:whole]).view(np.uint8).data)
         state.update(_bytes(words[whole:]).data)
     return state.hexdigest()
 

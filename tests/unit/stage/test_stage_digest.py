@@ -7,7 +7,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.stage.digest import digest_of, squares_of
+from swarm.stage.digest import checksum_of, digest_of, squares_of
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e17, 0.0])
@@ -30,3 +30,15 @@ def test_one_large_element_among_small_ones_is_not_an_infinity() -> None:
 def test_a_digest_is_that_of_all_bytes_in_order(parts: list[bytes]) -> None:
     tensors = [torch.tensor(list(part), dtype=torch.uint8) for part in parts]
     assert digest_of(tensors) == blake3(b"".join(parts)).hexdigest()
+
+
+@pytest.mark.parametrize("num_elements", [1, 9000, 40_000])
+def test_a_checksum_tells_every_element(num_elements: int) -> None:
+    tensor = torch.randn(num_elements, generator=torch.Generator().manual_seed(1))
+    found = {checksum_of([tensor]), checksum_of([tensor, tensor]), checksum_of([-tensor])}
+    for index in (0, num_elements // 2, num_elements - 1):
+        changed = tensor.clone()
+        changed[index] += 1.0
+        found.add(checksum_of([changed]))
+    assert len(found) == 3 + len({0, num_elements // 2, num_elements - 1})
+    assert checksum_of([tensor.clone()]) == checksum_of([tensor])

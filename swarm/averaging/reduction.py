@@ -26,7 +26,9 @@ from swarm.wire.messages import Codec, Member, TensorSpec
 
 #: The largest slice travels in at least so many chunks, unless they would be small: the more, the more of the way out
 #: and the way back overlap.
-MIN_CHUNKS = 10
+MIN_CHUNKS = 16
+#: If it has at least so many elements, in so many: on a fast line the requests, a millisecond of CPU each, are what counts.
+LARGE_SLICE, MIN_LARGE_CHUNKS = 2**20, 10
 #: An auxiliary's slice in more: its line carries parts in, and sums out, only while both are under way.
 MIN_AUXILIARY_CHUNKS = 128
 MIN_CHUNK_ELEMENTS = 2**14
@@ -113,8 +115,9 @@ class Part:
     robust: Robust | None = None
 
 
-def chunk_elements_of(num_elements: int, min_chunks: int = MIN_CHUNKS) -> int:
+def chunk_elements_of(num_elements: int, min_chunks: int | None = None) -> int:
     """Elements of a chunk of a slice of so many."""
+    min_chunks = min_chunks or (MIN_CHUNKS if num_elements < LARGE_SLICE else MIN_LARGE_CHUNKS)
     return min(max(-(-num_elements // min_chunks), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
 
 

@@ -131,10 +131,13 @@ class Butterfly(Reduction):
         """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""
         arrived: tuple[int, int, Payload] | None = None
         for number, (start, end) in numbers:
-            part = await self._run_job(partial(self._take_and_encode, j, arrived, start, end))
-            arrived = start, end, await exchange(j, number, part)
             if self._failure is not None:
                 raise self._failure
+            if arrived is None and not self._part.code.is_lossy:
+                part = self._encode(start, end)
+            else:
+                part = await self._run_job(partial(self._take_and_encode, j, arrived, start, end))
+            arrived = start, end, await exchange(j, number, part)
         if arrived is not None:
             await self._run_job(partial(self._take, j, *arrived))
 

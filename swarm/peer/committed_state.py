@@ -151,7 +151,7 @@ class CommittedState:
             raise Refuse("bad_request", f"no record of this run: {fault}")
         known = self.record
         if known is not None and not record.newer_than(known):
-            if record.head != known.head or record.era < known.era:  # its sender may follow another lineage
+            if known.newer_than(record):  # its sender may follow another lineage
                 raise Refuse("ahead", f"step {known.step} of era {known.era} is newer", record=known)
             return
         self.record = record
@@ -173,11 +173,14 @@ class CommittedState:
 
     async def _take_over(self, record: m.CommitRecord, known: m.CommitRecord | None) -> None:
         async with self.commit_lock:
-            set_back = known is not None and (record.era > known.era or record.step <= known.step)
+            relisted = record.relists(known)
+            set_back = known is not None and not relisted and (record.era > known.era or record.step <= known.step)
             if set_back:
                 assert known is not None
                 self._forget(known, record)
-            if record.step == -1 or set_back or (known is None and record.era > 0):
+            if relisted and self.versions.newest.head == record.head:
+                pass  # nothing but the members may have changed
+            elif record.step == -1 or set_back or (known is None and record.era > 0):
                 state = await self.restore(record)
                 if state is not None:
                     self.queued = None

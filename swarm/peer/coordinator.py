@@ -117,7 +117,7 @@ class Coordinator:
         """The step in which an operator asked for a pause has committed."""
         return self._order.paused and self.record is not None and self.record.order.paused
 
-    async def on_join(self, message: m.Join) -> m.Ack:
+    async def on_join(self, message: m.Join) -> m.Joining:
         """A stage peer wants to be listed in the next record, or to leave."""
         if message.stage >= self._config.num_stages:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
@@ -127,7 +127,7 @@ class Coordinator:
         else:
             self.listing.join(message.stage, message.member, message.head)
         await self._reign.notify()
-        return m.Ack()
+        return m.Joining(waiting_for=self.waiting_for[:2000])
 
     def on_place(self, message: m.Place) -> m.Placed:
         """A newcomer asks which stage it should serve; whoever asks next finds it there."""

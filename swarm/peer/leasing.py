@@ -110,8 +110,7 @@ class Leasing:
                 continue
 
     def _leased(self, message: m.Lease, **extra: object) -> m.Leased:
-        known = (message.known_era, message.known_step)
-        records = tuple(r for r in self._reign.records if (r.era, r.step) > known)
+        records = tuple(r for r in self._reign.records if _is_news(r, message))
         return m.Leased(ballot=self._reign.ballot, records=records, waiting_for=self._reign.waiting_for, **extra)
 
     def _lease(self, message: m.Lease) -> m.Leased | None:
@@ -141,4 +140,10 @@ class Leasing:
 
     def _has_news(self, message: m.Lease) -> bool:
         record = self._reign.record
-        return record is not None and (message.known_era, message.known_step) < (record.era, record.step)
+        return record is not None and _is_news(record, message)
+
+
+def _is_news(record: m.CommitRecord, message: m.Lease) -> bool:
+    """The trainer does not have it: also another coordinator's version of what it has, which may name other members."""
+    step, known = (record.era, record.step), (message.known_era, message.known_step)
+    return step > known or (step == known and record.head == message.known_head and record.ballot > message.known_ballot)

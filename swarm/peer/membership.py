@@ -40,9 +40,9 @@ class Membership:
         self._moved_by: m.CommitRecord | None = None
         #: The last failure of a download that was logged.
         self._told = ""
-        #: What the run waits for, as it was last logged; and when to ask for it next.
+        #: What the run waits for, as it was last logged; and from when on it is.
         self._told_wait = ""
-        self._ask_at = math.inf
+        self._tell_at = math.inf
         member.on_commit.append(lambda record: self._poke.set())
 
     @property
@@ -87,10 +87,9 @@ class Membership:
             listed = self._member.listed()
             wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
             if wanted and self.state != "draining":
-                await self._ask_to_join()
-                await self._tell_what_is_waited_for()
+                self._tell_what_is_waited_for(await self._ask_to_join())
             else:
-                self._ask_at, self._told_wait = math.inf, ""
+                self._tell_at, self._told_wait = math.inf, ""
             try:
                 # Pre-genesis and joining peers ask often; members wake up on records and look in rarely.
                 async with asyncio.timeout(timing.request_s / 8 if wanted else timing.request_s):
@@ -98,29 +97,14 @@ class Membership:
             except TimeoutError:
                 continue
 
-    async def _tell_what_is_waited_for(self) -> None:
-        """While no record lists this peer: what the run waits for, each time that this becomes something else."""
-        now, timing = asyncio.get_running_loop().time(), self._link.context.config.timing
-        if self._ask_at == math.inf:
-            self._ask_at = now + WAITING_TOLD_S
-        if now < self._ask_at:
-            return
-        self._ask_at = now + timing.request_s / 2
-        wait = await self._waited_for()
-        if wait and wait != self._told_wait and not wait.startswith(USUAL_WAITS):
+    def _tell_what_is_waited_for(self, joining: m.Joining | None) -> None:
+        """No record lists this peer for some time: in the coordinator's words, each time that they become others."""
+        now = asyncio.get_running_loop().time()
+        self._tell_at = min(self._tell_at, now + WAITING_TOLD_S)
+        wait = "a coordinator: no backbone or trainer answers" if joining is None else joining.waiting_for
+        if now >= self._tell_at and wait not in ("", self._told_wait) and not wait.startswith(USUAL_WAITS):
             logger.info("stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, wait)
             self._told_wait = wait
-
-    async def _waited_for(self) -> str:
-        """In the coordinator's words."""
-        for member in await self._coordinators():
-            try:
-                reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
-            except (LinkError, RemoteError):
-                continue
-            if reply.detail.get("coordinator"):
-                return str(reply.detail.get("waiting_for", ""))
-        return "a coordinator: no backbone or trainer answers"
 
     async def _follow(self) -> None:
         """Move along the table after what the newest record says of this peer."""
@@ -160,7 +144,7 @@ class Membership:
         """Go to `target` once a live member of the old stage is seen: this peer may be the last that holds its state."""
         self._moved_by = first = self._moved_by or record
         others = [x for x in record.members[self._member.stage] if x.ready]
-        went_on = others and record.newer_than(first)
+        went_on = others and (record.era, record.step) > (first.era, first.step)
         if went_on or any([await self._holds(x, record) for x in others]):
             self.on_move(target)
 
@@ -227,8 +211,8 @@ class Membership:
         except Refuse as refuse:
             logger.debug("record of step %d not taken over: %s", record.step, refuse)
 
-    async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> bool:
-        """True if a coordinator heard it."""
+    async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> m.Joining | None:
+        """What the coordinator answered, if one did."""
         member, context = self._member, self._link.context
         newest = member.versions.newest
         holds = member.queued is None and (member.record is None or member.up_to_date)
@@ -238,14 +222,13 @@ class Membership:
         )  # fmt: skip
         for address in await self._coordinators():
             try:
-                await self._link.ask(address, request, m.Ack)
-                return True
+                return (await self._link.ask(address, request, m.Joining))[0]
             except RefusedBy as refused:
                 if refused.refusal.record is not None:
                     self._hear_of(refused.refusal.record)
             except (LinkError, RemoteError) as error:
                 logger.debug("join: %s: %s", address, error)
-        return False
+        return None
 
     async def _coordinators(self) -> list[m.Member]:
         known = [self._member.coordinator] if self._member.coordinator is not None else []
@@ -257,4 +240,4 @@ class Membership:
 
         `lost` are tickets whose gradients go with it, because no commit took them in time.
         """
-        return await self._ask_to_join(leaving=True, lost=lost)
+        return await self._ask_to_join(leaving=True, lost=lost) is not None

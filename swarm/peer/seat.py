@@ -56,7 +56,7 @@ class Seat:
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
         return await self._reigning().leasing.on_lease(message)
 
-    async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Ack:
+    async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
         return await self._reigning().on_join(message)
 
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:

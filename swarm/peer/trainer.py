@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
-from swarm.base.ids import Ticket
+from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.order import is_stopped
 from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
@@ -176,7 +176,9 @@ class Trainer:
         request = m.Lease(
             run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
             known_step=self.record.step if self.record is not None else -2,
-            known_era=self.record.era if self.record is not None else 0, done=tuple(done.items()),
+            known_era=self.record.era if self.record is not None else 0,
+            known_head=self.record.head if self.record is not None else "",
+            known_ballot=self.record.ballot if self.record is not None else ZERO_BALLOT, done=tuple(done.items()),
             holding=(*self._running, *self._reserve), want=want, retries=self.tries.num_retries, evaluated=evaluated,
             leaving=leaving,
         )  # fmt: skip
@@ -293,6 +295,8 @@ class Trainer:
             self._passes.wiring.set_record(record)
             if self._first_step is None:
                 self._first_step = record.step + 1
+            if record.relists(known):
+                continue
             set_back = known is not None and (record.era > known.era or record.step <= known.step)
             for ticket in [t for t in self._running if t.step <= record.step or set_back]:
                 self._running[ticket].cancel()

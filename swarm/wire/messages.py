@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, TypeAdapter, model_validator
 
-from swarm.base.ids import MAX_TICKETS, Ballot, Ticket
+from swarm.base.ids import MAX_TICKETS, ZERO_BALLOT, Ballot, Ticket
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -198,8 +198,9 @@ class Order(Part):
 class CommitRecord(Part):
     """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results.
 
-    Records are ordered by (era, step, smaller head): a peer takes over the newest that it sees. A record that restores
-    an older head has the next era, and the results of the record that it repeats.
+    Records are ordered by (era, step, smaller head, ballot): a peer takes over the newest that it sees. A record that
+    restores an older head has the next era, and the results of the record that it repeats. Two coordinators may decide on
+    one head, each with its own list of members: the list of the higher ballot holds.
     """
 
     run: RunIdField
@@ -240,7 +241,11 @@ class CommitRecord(Part):
             return True
         if (self.era, self.step) != (other.era, other.step):
             return (self.era, self.step) > (other.era, other.step)
-        return self.head < other.head
+        return self.head < other.head or (self.head == other.head and self.ballot > other.ballot)
+
+    def relists(self, other: CommitRecord | None) -> bool:
+        """Is this the version of `other`, decided by another coordinator? Then only its members may be others."""
+        return other is not None and (self.era, self.head) == (other.era, other.head)
 
 
 class Norms(Part):
@@ -666,7 +671,7 @@ class Commit(Message):
 
 
 class Join(Message):
-    """A stage peer asks the coordinator to be listed in the next record: answered by `Ack` or `Refusal`.
+    """A stage peer asks the coordinator to be listed in the next record: answered by `Joining` or `Refusal`.
 
     `head` is the newest head that it holds; `member.ready` says that it holds the stage's state there. One that is
     `leaving` is left out once its gradients are committed; those of `lost` are not and go with it.
@@ -679,6 +684,13 @@ class Join(Message):
     head: DigestField | None = None
     leaving: bool = False
     lost: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
+
+
+class Joining(Message):
+    """The coordinator will list it, or leave it out; `waiting_for` is what the run waits for meanwhile, in words."""
+
+    kind: Literal["joining"] = "joining"
+    waiting_for: TextField = ""
 
 
 class Operate(Message):
@@ -746,9 +758,11 @@ class Lease(Message):
     run: RunIdField
     trainer: Member
     data_digest: Annotated[str, StringConstraints(max_length=128)] = ""
-    #: Step and era of the newest record that it has (-2: none, not even genesis).
+    #: Step, era, head and ballot of the newest record that it has (-2: none, not even genesis).
     known_step: Annotated[int, Field(ge=-2)] = -2
     known_era: Annotated[int, Field(ge=0)] = 0
+    known_head: Annotated[str, StringConstraints(max_length=64)] = ""
+    known_ballot: Ballot = ZERO_BALLOT
     #: Tickets finished since the last call, with whether every stage said it accumulated them.
     done: Annotated[tuple[tuple[Ticket, bool], ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
     holding: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
@@ -845,8 +859,8 @@ AnyMessage = Annotated[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
         Average, Averaged, Assist, Assisting, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchAverage,
-        AverageCopy, Commit, Join, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated, StateOffer,
-        StateManifest, StateRange, StateChunk,
+        AverageCopy, Commit, Join, Joining, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated,
+        StateOffer, StateManifest, StateRange, StateChunk,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from simulation import Node, Simulation, check
 from small_model import small_config
 
 from swarm.base.config import RunConfig, Timing
+from swarm.lifecycle.step import Ledger
 from swarm.peer.stage_peer import StagePeer
 from swarm.peer.trainer import Trainer
 
@@ -100,6 +101,20 @@ class Schedule:
         return "\n  ".join([head, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
 
 
+def _keeps_up(peer: StagePeer, other: StagePeer) -> bool:
+    """`other` has sealed no attempt, and so holds no average that may be decided on, that `peer` has no part in."""
+    for step, state in other.member.steps.items():
+        theirs = state.accumulator.ledger
+        mine = peer.member.steps[step].accumulator.ledger if step in peer.member.steps else None
+        if theirs.state != "open" and (mine is None or _advance(mine) < _advance(theirs)):
+            return False
+    return True
+
+
+def _advance(ledger: Ledger) -> tuple[object, int]:
+    return ledger.term.order, ("open", "frozen", "averaging", "prepared", "committed").index(ledger.state)
+
+
 @dataclass
 class Faults:
     """Carries faults out on a simulation; what cannot be done now is left out and not counted."""
@@ -122,6 +137,7 @@ class Faults:
         return any(
             n is not node and n.peer.stage == node.peer.stage and n.peer.membership.serving and not self._moves(n)  # type: ignore[union-attr]
             and n.peer.member.up_to_date and n.peer.member.num_commits == newest and n.name not in self.simulation.troubled  # type: ignore[union-attr]
+            and _keeps_up(n.peer, node.peer)  # type: ignore[arg-type]
             for n in self._stage_nodes()
         )  # fmt: skip
 

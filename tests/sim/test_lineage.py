@@ -262,6 +262,44 @@ def test_two_halves_of_a_partition_become_one_lineage():
     run_virtual(main())
 
 
+@pytest.mark.parametrize("survives", [min, max])
+def test_two_halves_that_both_began_the_run_follow_one_list_of_members(survives):
+    """Both records have the head of the initial values. A trainer of the one half ends up with the other's coordinator.
+
+    The list of the higher ballot holds, whichever coordinator is left.
+    """
+    config = small_config(total_steps=4)
+
+    async def main():
+        simulation = Simulation(config, seed=19, forward_s=0.5)
+        await simulation.start(peers_per_stage=2, trainers=0, backbones=2)
+        simulation.partition([n for n in simulation.nodes if n.endswith("0")])
+        async with asyncio.timeout(60.0):
+            while not all(p.membership.serving for p in simulation.stage_peers()):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        records = {p.member.record.ballot: p.member.record for p in simulation.stage_peers()}
+        assert len(records) == 2 and len({r.head for r in records.values()}) == 1
+        remaining = survives(records).coordinator
+        lost, kept = sorted(
+            (n for n in simulation.nodes if n.startswith("backbone")),
+            key=lambda n: simulation.nodes[n].peer.context.peer == remaining,
+        )
+        await simulation.add_trainer("trainer0")
+        half = [n for n in simulation.nodes if n.endswith(lost[-1]) and n != "trainer0"]
+        simulation.heal_partition()
+        simulation.partition([*half, "trainer0"])
+        async with asyncio.timeout(60.0):
+            while not simulation.nodes["trainer0"].peer._running:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await simulation.kill(lost)
+        simulation.heal_partition()
+        await simulation.finish(within_s=100.0)
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
 def test_an_operator_may_choose_to_stop_instead_of_splitting():
     """min_peers_per_stage = 2 of 3: the half with the majority goes on, the other waits, and there is one lineage."""
     config = small_config(total_steps=40, min_peers_per_stage=2)

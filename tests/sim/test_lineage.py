@@ -278,12 +278,13 @@ def test_two_halves_that_both_began_the_run_follow_one_list_of_members(survives)
             while not all(p.membership.serving for p in simulation.stage_peers()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         records = {p.member.record.ballot: p.member.record for p in simulation.stage_peers()}
-        assert len(records) == 2 and len({r.head for r in records.values()}) == 1
+        assert len(records) == 2
+        assert len({r.head for r in records.values()}) == 1
         remaining = survives(records).coordinator
-        lost, kept = sorted(
-            (n for n in simulation.nodes if n.startswith("backbone")),
-            key=lambda n: simulation.nodes[n].peer.context.peer == remaining,
-        )
+        lost = next(
+            name for name, node in simulation.nodes.items()
+            if name.startswith("backbone") and node.peer.context.peer != remaining
+        )  # fmt: skip
         await simulation.add_trainer("trainer0")
         half = [n for n in simulation.nodes if n.endswith(lost[-1]) and n != "trainer0"]
         simulation.heal_partition()

@@ -207,14 +207,16 @@ def test_averages_that_disagree_on_a_tied_sum_are_never_decided_on() -> None:
 
 def test_records_have_one_order_on_every_peer() -> None:
     """By era, step, smaller head and ballot; what differs in nothing else than the ballot is one version of the model."""
-    base = decided()
+    base = decided(result("d"), result("e"))
     ascending = [
         base.model_copy(update={"era": era, "step": step, "head": (head + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)})
         for era in (0, 1) for step in (3, 4) for head in "ba" for counter in (1, 2)
     ]  # fmt: skip
     for i, older in enumerate(ascending):
-        assert older.newer_than(None) and not older.newer_than(older)
+        assert older.newer_than(None)
+        assert not older.newer_than(older)
         for newer in ascending[i + 1 :]:
-            assert newer.newer_than(older) and not older.newer_than(newer)
+            assert newer.newer_than(older)
+            assert not older.newer_than(newer)
             assert newer.relists(older) == ((newer.era, newer.head, newer.step) == (older.era, older.head, older.step))
     assert not base.relists(None)

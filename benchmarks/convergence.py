@@ -199,10 +199,11 @@ async def child(words: Sequence[str], cores: Sequence[int], directory: Path) -> 
     Raises:
         SwarmError: it failed.
     """
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with (directory / "errors").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=2**20,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"},  # variants may share cores
+            env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"},  # variants may share cores
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )  # fmt: skip
     assert process.stdout is not None

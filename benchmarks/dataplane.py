@@ -1,7 +1,7 @@
 """The data plane measured: payloads through the product's own transport, between two processes on two cores.
 
-Beside it, in the same run, raw sockets (blocking, a thread for each connection, buffers reused) and hivemind's RemoteExpert
-if its interpreter is named:
+Beside it, in the same run, raw sockets (blocking, a thread for each connection, buffers reused), bare aiohttp, which carries
+the product's requests and bounds them, and hivemind's RemoteExpert if its interpreter is named:
 
     python -m venv DIR && DIR/bin/pip install hivemind==1.1.12 "numpy<2"
     python benchmarks/dataplane.py --hivemind-python DIR/bin/python
@@ -123,12 +123,13 @@ def hivemind(python: str, sizes: list[int], seconds: float) -> dict[str, Any]:
 
 
 def row_of(
-    ours: dict[str, Any], raw: dict[str, Any], theirs: dict[str, Any] | None, *, is_compared: bool
+    ours: dict[str, Any], raw: dict[str, Any], bare: dict[str, Any], theirs: dict[str, Any] | None, *, is_compared: bool
 ) -> dict[str, Any]:
     row = {
         "what": KINDS[ours["kind"]], "MiB": ours["size"] // MIB, "in flight": ours["in_flight"], "MB/s": ours["MB/s"],
         "of raw": ours["MB/s"] / raw["MB/s"], "raw MB/s": raw["MB/s"], "CPU s/GB": ours["CPU s/GB"],
-        "raw CPU s/GB": raw["CPU s/GB"],
+        "raw CPU s/GB": raw["CPU s/GB"], "aiohttp MB/s": bare["MB/s"], "of aiohttp": ours["MB/s"] / bare["MB/s"],
+        "aiohttp of raw": bare["MB/s"] / raw["MB/s"],
     }  # fmt: skip
     if is_compared:
         row |= dict.fromkeys(("hivemind MB/s", "x its", "its CPU s/GB", "CPU of its"), "too slow")
@@ -175,12 +176,12 @@ def main() -> None:
     sizes = [size * MIB for size in options.sizes]
     cases = [(kind, size, in_flight) for kind in KINDS for size in sizes for in_flight in IN_FLIGHT]
     runs: list[dict[str, Any]] = []
-    with server("swarm") as swarm_port, server("raw") as raw_port:
+    with server("swarm") as swarm_port, server("raw") as raw_port, server("aiohttp") as bare_port:
         for _ in range(options.repetitions):
             for case in cases:
-                for system, port in (("swarm", swarm_port), ("raw sockets", raw_port)):
+                for system, port in (("swarm", swarm_port), ("raw sockets", raw_port), ("aiohttp", bare_port)):
                     runs.append(measure(system, port, *case, options.seconds))
-                print("  {kind} {size} x {in_flight}: {MB/s:.0f} MB/s".format(**runs[-2]), file=sys.stderr, flush=True)
+                print("  {kind} {size} x {in_flight}: {MB/s:.0f} MB/s".format(**runs[-3]), file=sys.stderr, flush=True)
         coded = [measure("swarm 8bit", swarm_port, *case, options.seconds) for case in cases]
         small = [measure(system, port, "echo", SMALL_BYTES, 1, options.seconds)["p50_ms"]
                  for system, port in (("swarm", swarm_port), ("raw sockets", raw_port))]  # fmt: skip
@@ -195,8 +196,11 @@ def main() -> None:
         rows = theirs["rows"] if theirs else []
         return next((row for row in rows if (row["kind"], row["size"], row["in_flight"]) == case), None)
 
-    rows = [row_of(middle("swarm", case), middle("raw sockets", case), of_theirs(case), is_compared=theirs is not None)
-            for case in cases]  # fmt: skip
+    rows = [
+        row_of(*(middle(system, case) for system in ("swarm", "raw sockets", "aiohttp")), of_theirs(case),
+               is_compared=theirs is not None)
+        for case in cases
+    ]  # fmt: skip
     coded_rows = [
         {"what": KINDS[one["kind"]], "MiB of fp32": one["size"] // MIB, "in flight": one["in_flight"], "MB/s": one["MB/s"],
          "bound": (most := bound(rates[one["size"]], one["kind"], one["in_flight"])), "of bound": one["MB/s"] / most,

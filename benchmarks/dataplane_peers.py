@@ -1,4 +1,5 @@
-"""The two ends that `dataplane.py` measures: a server process and a client, of this product's transport and of raw sockets.
+"""The two ends that `dataplane.py` measures: a server process and a client, of this product's transport, of raw sockets, and
+of bare aiohttp, the library that carries the product's: nothing but bodies, received into one buffer that is used again.
 
 Run as a script it is the server: prints its port as a line and serves until its input ends. A payload is a tensor of a
 `state_chunk`; what the server does with it is the tensor's name: `echo` sends it back, `sink` answers with an `ack`.
@@ -15,10 +16,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 
+import aiohttp
 import torch
+from aiohttp import web
 
 from swarm.base.ids import Address
 from swarm.net.http import HttpTransport
+from swarm.net.http_server import READ_BYTES
 from swarm.net.transport import Progress
 from swarm.stage.device import HostDevice
 from swarm.stage.executor import Priority, ThreadExecutor
@@ -85,6 +89,35 @@ def serve_raw() -> None:
     sys.stdin.read()
 
 
+async def serve_aiohttp() -> None:
+    async def handle(request: web.BaseRequest) -> web.Response:
+        received = await taken(request.content, request.content_length or 0)
+        return web.Response(body=received if request.path == "/echo" else b"a")
+
+    server = web.Server(handle, access_log=None, read_bufsize=READ_BYTES)
+    listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    print(listener.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    listener.close()
+
+
+#: Bodies are received into these.
+_idle: dict[int, list[bytearray]] = {}
+
+
+async def taken(content: aiohttp.StreamReader, size: int) -> bytearray:
+    """The whole body in a buffer that later bodies of its size are received into."""
+    buffers = _idle.setdefault(size, [])
+    buffer = buffers.pop() if buffers else bytearray(size)
+    view, filled = memoryview(buffer), 0
+    while filled < size:
+        piece, _ = await content.readchunk()
+        view[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    buffers.append(buffer)
+    return buffer
+
+
 def receive(sock: socket.socket, view: memoryview) -> None:
     filled = 0
     while filled < len(view):
@@ -98,7 +131,7 @@ def receive(sock: socket.socket, view: memoryview) -> None:
 
 
 async def _in_turns(
-    transport: HttpTransport, call: Callable[[], Awaitable[None]], in_flight: int, goes_on: Deadline
+    transport: HttpTransport | aiohttp.ClientSession, call: Callable[[], Awaitable[None]], in_flight: int, goes_on: Deadline
 ) -> list[float]:
     """Seconds of every call; each of `in_flight` workers calls while `goes_on(its calls so far)`."""
     seconds: list[float] = []
@@ -128,6 +161,20 @@ def call_swarm(port: int, kind: str, size: int, in_flight: int, goes_on: Deadlin
             await transport.call(address, frame, stall_s=STALL_S)
 
         return await _in_turns(transport, call, in_flight, goes_on)
+
+    return asyncio.run(main())
+
+
+def call_aiohttp(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+    async def main() -> list[float]:
+        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=READ_BYTES, auto_decompress=False)
+        payload, url = bytes(size), f"http://127.0.0.1:{port}/{kind}"
+
+        async def call() -> None:
+            async with session.post(url, data=payload) as response:
+                await taken(response.content, response.content_length or 0)
+
+        return await _in_turns(session, call, in_flight, goes_on)
 
     return asyncio.run(main())
 
@@ -179,14 +226,15 @@ def call_raw(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline)
     return seconds
 
 
-CLIENTS = {"swarm": call_swarm, "swarm 8bit": call_swarm_8bit, "raw sockets": call_raw}
+CLIENTS = {"swarm": call_swarm, "swarm 8bit": call_swarm_8bit, "raw sockets": call_raw, "aiohttp": call_aiohttp}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("server", choices=["swarm", "raw"])
+    parser.add_argument("server", choices=["swarm", "raw", "aiohttp"])
     torch.set_num_threads(1)
     gc.freeze()  # as the launchers do
-    if parser.parse_args().server == "raw":
+    kind = parser.parse_args().server
+    if kind == "raw":
         serve_raw()
     else:
-        asyncio.run(serve_swarm())
+        asyncio.run(serve_swarm() if kind == "swarm" else serve_aiohttp())

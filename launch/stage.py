@@ -182,10 +182,13 @@ def _prepare(
     from launch.models import weights_for
     from models.registry import factory_of
     from swarm.peer.stage_peer import Machine, StagePeer
+    from swarm.stage.checkpoint import require_own
     from swarm.stage.device import compute_thread
     from swarm.stage.executor import ThreadExecutor, Threads
 
     use_threads(options.threads)
+    if options.state_dir is not None:
+        require_own(options.state_dir, context.run)
     source = weights_for(context.config, model)
     may_import = options.run is not None or options.allow_import == context.config.model
     device = resolve_device(options.device)

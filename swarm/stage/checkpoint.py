@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
+from swarm.base.ids import RunId
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
@@ -273,6 +274,8 @@ def scan(
         for path in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}/step-*/{_DESCRIPTION}")):
             try:
                 meta = json.loads(path.read_text())
+                if isinstance(meta, dict) and "blake3" not in meta and "digests" in meta:
+                    raise StorageError(f"{path} was written by an earlier version, which alone can read it")
                 previous, best = meta["previous"], best_loss(path.parent.parent)
                 found.append(StageCheckpoint(
                     directory=path.parent,
@@ -285,12 +288,29 @@ def scan(
                     identity=_identity(path),
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = _damaged(path, f"no description of a checkpoint: {error}")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:
+                what = f"no description of a checkpoint: {type(error).__name__}: {error}"
+                reason = error if isinstance(error, StorageError) else _damaged(path, what)
                 if damaged is None:
                     raise reason from None
                 damaged.append(reason)
     return found
+
+
+def require_own(state_dir: Path, run: RunId) -> None:
+    """Check that what a peer finds in its state directory, and would prune, is of the run that it serves.
+
+    Raises:
+        ConfigError: there is a checkpoint of another run.
+    """
+    if not state_dir.is_dir():
+        return
+    for found in scan([state_dir], damaged=[]):
+        if found.record.run != run:
+            raise ConfigError(
+                f"{state_dir} holds a checkpoint of another run ({found.record.run[:12]}, {found.directory.name}), and this is "
+                f"{run[:12]}: choose another --state-dir; recut_run begins a new run from an old one's checkpoints"
+            )
 
 
 def find_complete(

@@ -15,7 +15,15 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage import checkpoint as module
-from swarm.stage.checkpoint import StageCheckpoint, find_complete, mark_best, scan, use_complete, write_checkpoint
+from swarm.stage.checkpoint import (
+    StageCheckpoint,
+    find_complete,
+    mark_best,
+    require_own,
+    scan,
+    use_complete,
+    write_checkpoint,
+)
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
@@ -490,7 +498,7 @@ def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(
     assert "\n" not in str(raised.value), "an error is one line"
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", "7"])
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", "7", "[" * 200_000])
 def test_a_damaged_description_is_a_storage_error_that_names_it(tmp_path: Path, content: str) -> None:
     path = write(tmp_path, 0, 20) / "checkpoint.json"
     path.write_text(content)
@@ -498,6 +506,24 @@ def test_a_damaged_description_is_a_storage_error_that_names_it(tmp_path: Path, 
         scan([tmp_path])
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_not_called_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    meta = json.loads(path.read_text())
+    meta["digests"] = meta.pop("blake3")
+    path.write_text(json.dumps(meta))
+    with pytest.raises(StorageError, match="was written by an earlier version"):
+        scan([tmp_path])
+
+
+def test_a_peer_refuses_a_directory_that_holds_another_run(tmp_path: Path) -> None:
+    """It would prune what it finds there."""
+    require_own(tmp_path / "none", "2" * 64)
+    write(tmp_path, 0, 20)
+    require_own(tmp_path, "1" * 64)
+    with pytest.raises(ConfigError, match=r"holds a checkpoint of another run \(111111111111, step-00000020\)"):
+        require_own(tmp_path, "2" * 64)
 
 
 def test_the_best_checkpoint_outlives_newer_ones_and_is_found(tmp_path: Path) -> None:

@@ -130,13 +130,19 @@ class StageRouter:
             self._rebuild()
 
     def failed(self, key: Key, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
-        """A peer was silent, unreachable or broken: charged what was waited for, and banned for a doubling time."""
+        """A peer was silent, unreachable or broken: charged what was waited for, and banned for a doubling time.
+
+        What fails while it is banned was under way before, and makes the ban no longer.
+        """
         peer = self._peers.get(key)
         if peer is None:
             return
         failures = peer.num_failures
         if waited_s > 0:
             self.observe(key, waited_s, num_samples)
+        if peer.banned_until > now:
+            peer.num_failures = failures
+            return
         peer.num_failures = failures + 1
         peer.banned_until = now + min(self._max_ban_s, FIRST_BAN_S * 2 ** (peer.num_failures - 1))
 

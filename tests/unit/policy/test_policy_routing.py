@@ -142,8 +142,8 @@ def test_bans_double_for_a_peer_that_hangs_each_time() -> None:
 
 def test_a_success_ends_the_doubling() -> None:
     stage = router(A, B)
-    for _ in range(4):
-        stage.failed(A, now=0.0)
+    for attempt in range(4):
+        stage.failed(A, now=20.0 * attempt)
     stage.observe(A, 1.0, 1)
     stage.failed(A, now=100.0)
     assert A in stage.candidates(1, now=101.0)
@@ -207,3 +207,13 @@ def test_nobody_left_says_so_and_until_when() -> None:
     assert stage.next_unban(5.0) == 0.0
     assert router().candidates(1, now=0.0) == []
     assert router().next_unban(0.0) is None
+
+
+def test_what_fails_at_once_is_one_failure() -> None:
+    """A peer that is not serving yet refuses everything that is under way to it: the ban is that of one failure."""
+    stage = router(A)
+    for _ in range(8):
+        stage.failed(A, now=5.0)
+    assert stage.next_unban(5.0) == 1.0
+    stage.failed(A, now=6.0)
+    assert stage.next_unban(6.0) == 2.0, "the next attempt failed, too"

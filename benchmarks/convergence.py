@@ -8,7 +8,8 @@ stage peers counted when the last step had committed: of averages, per peer and 
 In the local variants the peers of a stage take an inner step on as many samples together as the synchronous batch has, and
 H of them make an outer step; schedule and warm-up follow outer steps. Variants are commands independent of each other:
 `--jobs` of them run at once, each on `--cores-per-job` cores of its own, or all at once where `--cores-per-job 0` lets
-them share. Losses do not depend on that.
+them share. Losses do not depend on that. A run that is long may be made in parts: `--resume` keeps what earlier ones of
+the same name have finished.
 
 8-bit activations against none, 300 steps of 10 million parameters, with results of their own:
 
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from report import machine, publish, redraw
+from report import RESULTS, load, machine, publish, redraw
 
 from launch.status import ask
 from swarm.base.config import RunConfig, parse_config
@@ -39,7 +40,6 @@ from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address, parse_address
 from swarm.feed.feed import open_feed
 from swarm.net.http import HttpTransport
-from swarm.wire.messages import StatusReply
 
 ROOT = Path(__file__).parent.parent
 NUM_STAGES = 2
@@ -116,8 +116,8 @@ class Outcome:
     steps: int = 0
     #: (tokens, validation loss).
     curve: list[tuple[int, float]] = field(default_factory=list)
-    #: The last that each stage peer told of itself, by peer.
-    peers: dict[str, StatusReply] = field(default_factory=dict)
+    #: The last that each stage peer told of itself (stage, step and its counters), by peer.
+    peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: str = ""
 
     @property
@@ -130,8 +130,18 @@ class Outcome:
 
     def bytes_per_token(self, counter: str) -> float:
         """Mean over peers, each divided by the tokens of the steps that had committed when it told."""
-        each = [reply.detail[counter] / (reply.step * self.step_tokens) for reply in self.peers.values() if reply.step > 0]
+        each = [peer[counter] / (peer["step"] * self.step_tokens) for peer in self.peers.values() if peer["step"] > 0]
         return sum(each) / len(each) if each else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"validation": self.curve, "config": self.config.model_dump(mode="json"), "steps": self.steps,
+                "seconds": self.seconds, "peers": self.peers}  # fmt: skip
+
+    def resume(self, earlier: Mapping[str, Any]) -> None:
+        """Adopt `earlier`, which `to_json` wrote, if it is of the same configuration and came to its end."""
+        if (earlier["config"], earlier["steps"]) == (self.config.model_dump(mode="json"), self.config.total_steps):
+            self.curve = [(tokens, loss) for tokens, loss in earlier["validation"]]
+            self.steps, self.seconds, self.peers = earlier["steps"], earlier["seconds"], dict(earlier["peers"])
 
 
 async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
@@ -176,7 +186,7 @@ async def ask_on(backbone: Address, outcome: Outcome, last: asyncio.Event) -> No
     """Keep what every stage peer tells of itself, each second until all have committed the last step."""
     transport = HttpTransport(connect_s=ASK_TIMEOUT_S)
     try:
-        while not outcome.peers or any(x.step < outcome.config.total_steps for x in outcome.peers.values()):
+        while not outcome.peers or any(x["step"] < outcome.config.total_steps for x in outcome.peers.values()):
             if last.is_set():  # a wait that is over would not see that this task is cancelled
                 await asyncio.sleep(LAST_ASK_EVERY_S)
             else:
@@ -187,7 +197,7 @@ async def ask_on(backbone: Address, outcome: Outcome, last: asyncio.Event) -> No
                 addresses = [Address(x.host, x.port) for members in first.stages for x in members]
                 asked = (ask(transport, address, timeout_s=ASK_TIMEOUT_S) for address in addresses)
                 for reply in await asyncio.gather(*asked):
-                    outcome.peers[reply.member.peer] = reply
+                    outcome.peers[reply.member.peer] = {"stage": reply.stage, "step": reply.step, **reply.detail}
     finally:
         await transport.close()
 
@@ -246,7 +256,9 @@ async def run_all(outcomes: Sequence[Outcome], options: argparse.Namespace) -> N
             print(f"  {outcome.variant.name}: {outcome.steps} steps, {loss:.4f}, {outcome.seconds:.0f} s {outcome.failure}",
                   file=sys.stderr, flush=True)  # fmt: skip
 
-    tasks = [asyncio.create_task(one(outcome)) for outcome in outcomes]
+    tasks = [asyncio.create_task(one(outcome)) for outcome in outcomes if not outcome.is_done]
+    if not tasks:
+        return
     _, late = await asyncio.wait(tasks, timeout=options.within_s)
     for task in late:
         task.cancel()
@@ -274,7 +286,7 @@ def row_of(outcome: Outcome, single: Outcome | None, sync: Outcome | None) -> di
 def facts_of(outcomes: Sequence[Outcome], skipped: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     feed = open_feed(outcomes[0].config, None, None, None)
     distinct = feed.num_samples * options.sequence
-    sizes = {reply.stage: reply.detail["parameters"] for outcome in outcomes for reply in outcome.peers.values()}
+    sizes = {peer["stage"]: peer["parameters"] for outcome in outcomes for peer in outcome.peers.values()}
     facts = {
         "model": f"llama, {sum(sizes.values()) / 1e6:.1f} million parameters in {NUM_STAGES} stages" if sizes else options.size,
         "data": f"built-in English text, one byte a token: {options.tokens} tokens are {options.tokens / distinct:.2f} epochs "
@@ -333,6 +345,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=float, default=number, metavar="X", help=f"{text} (default: {number})")
     parser.add_argument("--inner-steps", type=int, nargs=2, default=[20, 100], metavar="H", help="of DiLoCo (default: 20 100)")
     parser.add_argument("--device", default="cpu", help="of stages and of the single process (default: cpu)")
+    parser.add_argument("--resume", action="store_true", help="run only what the results of --name do not hold finished")
     parser.add_argument("--quick", action="store_true", help="only shows that everything works")
     parser.add_argument("--redraw", action="store_true", help="only draw the plot again, from the JSON")
     parser.add_argument("--name", default="convergence", help="of the result files (default: convergence)")
@@ -368,18 +381,19 @@ def main() -> int:
         except ConfigError as error:
             skipped.append(str(error))
             print(f"  skipped: {error}", file=sys.stderr, flush=True)
+    if options.resume:
+        earlier = load(options.name)["details"] if (RESULTS / f"{options.name}.json").exists() else {}
+        for outcome in outcomes:
+            if outcome.variant.name in earlier:
+                outcome.resume(earlier[outcome.variant.name])
+        facts["finished before"] = ", ".join(x.variant.name for x in outcomes if x.is_done) or "nothing"
     asyncio.run(run_all(outcomes, options))
     shown = [outcome for outcome in outcomes if outcome.curve]
     if not shown:
         raise SystemExit("; ".join(f"{x.variant.name}: {x.failure or 'no evaluation in time'}" for x in outcomes))
     references = [next((x for x in shown if x.variant == known[name]), None) for name in ("single", "sync")]
     rows = [row_of(outcome, *references) for outcome in shown]
-    details = {
-        x.variant.name: {
-            "validation": x.curve, "config": x.config.model_dump(mode="json"),
-            "peers": [{"stage": reply.stage, "step": reply.step, **reply.detail} for reply in x.peers.values()],
-        } for x in outcomes
-    }  # fmt: skip
+    details = {outcome.variant.name: outcome.to_json() for outcome in outcomes}
     facts |= facts_of(outcomes, skipped, options)
     tables = {TITLE: rows}
     publish(

@@ -39,7 +39,7 @@ def _cpu_model() -> str:
 
 def command() -> str:
     """What to type at the repository's root to get these figures again."""
-    words = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != "--resume"]  # made in parts or at once, the figures are the same
     for i, before in enumerate(words[:-1]):
         if before == "--hivemind-python":  # where that lies is this machine's affair
             words[i + 1] = "PYTHON_WITH_HIVEMIND"
@@ -85,6 +85,15 @@ def publish(name: str, *, facts: Mapping[str, Any], tables: Mapping[str, Sequenc
         _plot(RESULTS / f"{name}.png", draw)
 
 
+def load(name: str) -> dict[str, Any]:
+    """What `publish` wrote under this name."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: run the benchmark first")
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
 def redraw(name: str, draw: Callable[[Any, Mapping[str, Any]], None]) -> None:
     """Write `results/<name>.png` from the JSON beside it, which a machine without matplotlib has made.
 
@@ -92,11 +101,8 @@ def redraw(name: str, draw: Callable[[Any, Mapping[str, Any]], None]) -> None:
         name: of the result files.
         draw: draws the result on a matplotlib figure.
     """
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        raise SystemExit(f"{path} is not there: run the benchmark first")
-    result = json.loads(path.read_text())
-    _plot(path.with_suffix(".png"), lambda figure: draw(figure, result))
+    result = load(name)
+    _plot(RESULTS / f"{name}.png", lambda figure: draw(figure, result))
 
 
 def _plot(path: Path, draw: Callable[[Any], None]) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -78,6 +80,9 @@ class Threads:
 class ThreadExecutor(Executor):
     """One daemon thread. `run` must be called from the event loop the executor was made on.
 
+    It computes with as many threads as torch had when it was made: the OpenMP of each thread has a number of its own, which
+    a product or a dot product takes to be all cores until it was set (and then waits, busily, for cores that others have).
+
     Args:
         name: of the thread.
         prepare: called first of all in the thread.
@@ -88,6 +93,7 @@ class ThreadExecutor(Executor):
         self, name: str = "compute", *, prepare: Callable[[], None] | None = None,
         after_job: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        self._num_threads = torch.get_num_threads()
         self._prepare = prepare
         self._after_job = after_job
         self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
@@ -116,6 +122,7 @@ class ThreadExecutor(Executor):
         return await future
 
     def _work(self) -> None:
+        torch.set_num_threads(self._num_threads)
         if self._prepare is not None:
             self._prepare()
         while True:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swarm.base.virtual_time import run_virtual
 from swarm.stage import executor as module
@@ -385,3 +387,25 @@ def test_the_next_job_waits_for_after_job_and_the_jobs_waiter_does_not() -> None
         assert happened == ["prepared", "first", "after", "second", "after"]
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core there is never a second thread")
+def test_its_thread_computes_with_as_many_threads_as_torch_had() -> None:
+    """A product starts no thread of its own where torch has one: several peers of a machine would wait for each other."""
+
+    vector = torch.ones(100_000)  # not made in that thread, which would set the number in passing
+
+    def new_threads() -> int:
+        before = len(os.listdir("/proc/self/task"))
+        torch.dot(vector, vector)
+        return len(os.listdir("/proc/self/task")) - before
+
+    async def main(executor: ThreadExecutor) -> None:
+        assert (await executor.run(new_threads, FORWARD)).value == 0
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        on_thread(main)
+    finally:
+        torch.set_num_threads(before)

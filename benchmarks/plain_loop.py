@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from launch.devices import resolve_device
 from models.registry import factory_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Ticket
@@ -88,10 +89,10 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="a run's configuration, as JSON")
     parser.add_argument("--metrics", type=Path, required=True, help="file to append a line per step to")
     parser.add_argument("--threads", type=int, required=True, help="threads that torch computes with")
-    parser.add_argument("--device", default="cpu", help="to compute on (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="to compute on, or auto (default: cpu)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(parse_config_bytes(options.run.read_bytes()), options.metrics, options.device)
+    train(parse_config_bytes(options.run.read_bytes()), options.metrics, resolve_device(options.device))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Butterfly(Reduction):
             return None
         payload = self._part.code.encode(self._part.values[start:end])
         if self._counted is not None:
-            self._counted[start:end] = decode_tensor(*payload)
+            decode_tensor(*payload, out=self._counted[start:end])
         return payload
 
     async def run(self, exchange: Exchange) -> Sum:
@@ -155,7 +155,6 @@ class Butterfly(Reduction):
         """
         if payload[0] != self._spec(end - start):
             raise RoundFailed(f"slice {j} came back with the wrong shape", [self.members[j]])
-        reduced = decode_tensor(*payload)
-        self._flat[start:end] = reduced
+        reduced = decode_tensor(*payload, out=self._flat[start:end])
         if not is_finite(reduced):
             raise self._not_finite("a reduced slice", j)

@@ -288,11 +288,11 @@ class Reduction:
                 total += carry[span]
             payload = self._part.code.encode(total)
             if self._part.code.is_lossy and self._total is not None:  # what this member keeps is what the others decode
-                decoded = decode_tensor(*payload)
-                if self._lost is not None:
-                    first = self._bounds[self.me][0]
-                    self._lost[chunk.start - first : chunk.end - first] = total - decoded
-                total.copy_(decoded)
+                first = self._bounds[self.me][0]
+                lost = None if self._lost is None else self._lost[chunk.start - first : chunk.end - first].copy_(total)
+                decode_tensor(*payload, out=total)
+                if lost is not None:
+                    lost.sub_(total)
             if self._counted is not None and own is not None:
                 self._counted[span] = own[span]
             return payload

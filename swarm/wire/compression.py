@@ -144,11 +144,19 @@ def code_tensor(
     return spec, coded.contiguous().view(torch.uint8), watched
 
 
-def decode_tensor(spec: TensorSpec, buffer: Buffer, device: torch.device | str = "cpu") -> torch.Tensor:
+def decode_tensor(
+    spec: TensorSpec, buffer: Buffer, device: torch.device | str = "cpu", *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The tensor of shape `spec.shape` and dtype `spec.dtype` on `device`.
 
     A raw CPU tensor aliases `buffer` if that is writable and aligned, otherwise it is a copy. Nothing says that the
     result is finite: see `require_finite`.
+
+    Args:
+        spec: of the tensor.
+        buffer: its payload.
+        device: where it is decoded.
+        out: a tensor there of that shape and dtype, to be filled and returned instead of a new one.
 
     Raises:
         RemoteProtocolError: if `buffer` is not exactly as long as `spec` says.
@@ -157,15 +165,17 @@ def decode_tensor(spec: TensorSpec, buffer: Buffer, device: torch.device | str =
     if data.nbytes != spec.num_bytes:
         raise RemoteProtocolError(f"tensor {spec.name}: {data.nbytes} bytes, its spec says {spec.num_bytes}")
     if spec.num_elements == 0:
-        return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
+        return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device) if out is None else out
+    payload = np.frombuffer(data, dtype=np.uint8)
     if spec.codec == "sparse4":
-        flat = sparse.decode(np.frombuffer(data, dtype=np.uint8), spec.num_elements, spec.num_kept or 0)
-        return flat.to(_DTYPES[spec.dtype]).reshape(spec.shape).to(device)
+        flat = sparse.decode(payload, spec.num_elements, spec.num_kept or 0)
+        decoded = flat.to(_DTYPES[spec.dtype]).reshape(spec.shape).to(device)
+        return decoded if out is None else out.copy_(decoded)
     stored = 1 if spec.codec in ("8bit", "uniform8") else _STORED.get(spec.codec, _DTYPES[spec.dtype]).itemsize
-    return decode_coded(spec, _as_tensor(np.frombuffer(data, dtype=np.uint8), alignment=stored).to(device))
+    return decode_coded(spec, _as_tensor(payload, alignment=stored).to(device), out=out)
 
 
-def decode_coded(spec: TensorSpec, coded: torch.Tensor) -> torch.Tensor:
+def decode_coded(spec: TensorSpec, coded: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The second half of `decode_tensor`: `coded` is the payload as uint8 on any device; that device is not waited for."""
     dtype = _DTYPES[spec.dtype]
     if spec.codec == "sparse4":
@@ -175,12 +185,15 @@ def decode_coded(spec: TensorSpec, coded: torch.Tensor) -> torch.Tensor:
     elif spec.codec == "uniform8":
         flat = torch.from_numpy(uniform.decode(coded.cpu().numpy())).to(dtype)
     elif spec.codec in _STEPS:
-        flat = _from_steps(coded, spec.num_elements, spec.codec).to(dtype)
+        flat = _from_steps(coded, spec, out)
     elif dtype == torch.bool:  # a byte other than 0 and 1 is no bool to torch: normalise instead of viewing
         flat = coded != 0
     else:
         flat = coded.view(_HALVES.get(spec.codec, dtype)).to(dtype)
-    return flat.reshape(spec.shape)
+    decoded = flat.reshape(spec.shape)
+    if out is None:
+        return decoded
+    return out if out.data_ptr() == decoded.data_ptr() else out.copy_(decoded)
 
 
 def _as_tensor(payload: np.ndarray, *, alignment: int) -> torch.Tensor:
@@ -215,14 +228,17 @@ def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tenso
     return coded, step
 
 
-def _from_steps(coded: torch.Tensor, num_elements: int, codec: str) -> torch.Tensor:
-    dtype = _STEPS[codec][0]
-    end = num_elements * dtype.itemsize
+def _from_steps(coded: torch.Tensor, spec: TensorSpec, out: torch.Tensor | None) -> torch.Tensor:
+    dtype = _STEPS[spec.codec][0]
+    end = spec.num_elements * dtype.itemsize
     steps = coded[end:].clone().view(torch.float32)  # the copy is aligned
-    flat = coded[:end].view(dtype).float()
-    for values, step in zip(_blocks(flat), _blocks_of_steps(steps, num_elements), strict=True):
+    flat = torch.empty(spec.num_elements, dtype=torch.float32, device=coded.device)
+    if out is not None and out.dtype == torch.float32 and out.is_contiguous():
+        flat = out.view(-1)
+    flat.copy_(coded[:end].view(dtype))
+    for values, step in zip(_blocks(flat), _blocks_of_steps(steps, spec.num_elements), strict=True):
         values.mul_(step.unsqueeze(1))
-    return flat
+    return flat.to(_DTYPES[spec.dtype])
 
 
 def _blocks_of_steps(steps: torch.Tensor, num_elements: int) -> list[torch.Tensor]:

@@ -76,6 +76,18 @@ def test_every_codec_keeps_dtype_shape_and_error_bound(codec: str, dtype: torch.
         assert (error <= tensor.double().abs() * half.eps + half.smallest_normal).all()
 
 
+@pytest.mark.parametrize("codec", ["raw", "fp16", "bf16", "8bit", "int8", "scaled16", "uniform8"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_decoding_into_a_tensor_fills_it_with_the_same_bits(codec: str, dtype: torch.dtype, step: int) -> None:
+    spec, payload = encode_tensor("x", make((BLOCK_SIZE + 3,), dtype), codec, "state")
+    around = torch.full((step * (BLOCK_SIZE + 5),), 7.0, dtype=dtype)
+    out = around[step : -step : step]
+    assert decode_tensor(spec, payload, out=out) is out
+    assert torch.equal(out, decode_tensor(spec, payload))
+    assert [around[0], around[-1]] == [7.0, 7.0]
+
+
 @pytest.mark.parametrize(
     ("codec", "bound"), [("8bit", 0.014), ("int8", 0.0095), ("uniform8", 0.018), ("scaled16", 0.0003), ("bf16", 0.0018)]
 )

@@ -33,8 +33,11 @@ LARGE_SLICE, MIN_LARGE_CHUNKS = 2**20, 10
 MIN_AUXILIARY_CHUNKS = 128
 MIN_CHUNK_ELEMENTS = 2**14
 MAX_CHUNK_ELEMENTS = 2**19
-#: Chunks under way at once for each pair of members.
-WINDOW = 4
+#: Chunks of a member that are under way at once, about. They share its line: with more of them the first would come back
+#: later, and the way back stay idle until then.
+UNDER_WAY = 12
+#: For each pair of members, at most and at least.
+WINDOW, MIN_WINDOW = 4, 2
 #: For each pair of a member and an auxiliary: half of them on their way out, see `rounds.py`.
 AUXILIARY_WINDOW = 2 * WINDOW
 
@@ -119,6 +122,11 @@ def chunk_elements_of(num_elements: int, min_chunks: int | None = None) -> int:
     """Elements of a chunk of a slice of so many."""
     min_chunks = min_chunks or (MIN_CHUNKS if num_elements < LARGE_SLICE else MIN_LARGE_CHUNKS)
     return min(max(-(-num_elements // min_chunks), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
+
+
+def window_of(num_members: int) -> int:
+    """Chunks under way at once for each pair of so many members."""
+    return min(WINDOW, max(MIN_WINDOW, math.ceil(UNDER_WAY / (num_members - 1))))
 
 
 def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_senders: int) -> int:

@@ -16,7 +16,7 @@ from swarm.averaging.all_reduce import Average, Exchange, Round
 from swarm.averaging.butterfly import Butterfly
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import WINDOW, Code, Part, Payload, RoundFailed
+from swarm.averaging.reduction import Code, Part, Payload, RoundFailed
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
 from swarm.lifecycle.step import Entry
@@ -256,12 +256,14 @@ def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
     run_virtual(main())
 
 
-def test_chunks_come_back_while_later_ones_are_still_being_sent() -> None:
-    """A pipeline: with a link that takes a second for each chunk, and four under way, it is not one after another."""
+@pytest.mark.parametrize(("num_members", "window"), [(2, 4), (4, 4), (6, 3), (12, 2)])
+def test_chunks_come_back_while_later_ones_are_still_being_sent(num_members: int, window: int) -> None:
+    """A pipeline: with a link that takes a second for each chunk, it is not one after another, nor all at once."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        rounds = make_rounds([torch.ones(64)] * 2, 64, torch.float32, chunk_elements=1)
+        num_elements = 12 * num_members
+        rounds = make_rounds([torch.ones(num_elements)] * num_members, num_elements, torch.float32, chunk_elements=1)
         under_way = most = 0
 
         def exchange(me: int) -> Exchange:
@@ -276,9 +278,9 @@ def test_chunks_come_back_while_later_ones_are_still_being_sent() -> None:
 
             return one
 
-        await asyncio.gather(*(rounds[i].run(exchange(i)) for i in range(2)))
-        assert loop.time() == pytest.approx(32 / WINDOW)
-        assert most <= 2 * WINDOW, "no more than the window is under way"
+        await asyncio.gather(*(rounds[i].run(exchange(i)) for i in range(num_members)))
+        assert loop.time() == pytest.approx(12 / window)
+        assert most <= num_members * (num_members - 1) * window, "no more than the window is under way"
 
     run_virtual(main())
 

@@ -123,6 +123,11 @@ def baseline(case: Case, options: argparse.Namespace, directory: Path) -> Measur
 # ---------------------------------------------------------------------------------------------------- the swarm
 
 
+def memory_of_card(options: argparse.Namespace) -> float:
+    """Bytes that training may take of each card."""
+    return options.memory_gib * 2**30 or 0.9 * torch.cuda.get_device_properties(0).total_memory
+
+
 @contextmanager
 def started(case: Case, options: argparse.Namespace, directory: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """The swarm's processes; afterwards they are gone."""
@@ -134,7 +139,7 @@ def started(case: Case, options: argparse.Namespace, directory: Path, port: int)
              "--trainers", "1", "--device", "auto" if case.cards > 1 else "cuda:0", "--port", str(port), "--quiet",
              "--in-flight", case.in_flight, "--state-dir", str(directory / "state"), "--log-level", "info",
              "--metrics", str(directory / "metrics.jsonl"),
-             "--memory-limit", f"{options.memory_gib * case.cards // case.stages}GiB",
+             "--memory-limit", str(int(memory_of_card(options) * case.cards / case.stages)),
              *(["--compile"] if case.is_compiled else [])]  # fmt: skip
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output)
@@ -260,7 +265,7 @@ def parse() -> argparse.Namespace:
         ("layers", 8, "layers"), ("vocab", 32000, "vocabulary"), ("sequence", 2048, "tokens per sample"),
         ("micro-batch", 1, "samples per micro-batch"), ("micro-batches", 128, "micro-batches per repetition"),
         ("step-micro-batches", 256, "micro-batches per step with the optimizer on"), ("repetitions", 3, "repetitions"),
-        ("memory-gib", 64, "memory that training may take per card"),
+        ("memory-gib", 0, "memory that training may take per card; 0 is nine tenths of what it has"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--name", default="", help="of the results (default: gpu_pipeline_HIDDEN)")

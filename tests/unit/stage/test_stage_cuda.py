@@ -18,6 +18,7 @@ from swarm.stage.executor import Priority
 from swarm.stage.kernels import Summand, add_together, all_within
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
+from swarm.stage.norms import norm_of
 from swarm.stage.optimizer import adamw, moments_for
 from swarm.wire.compression import NonFinite, decode_tensor
 from swarm.wire.framing import Frame
@@ -264,3 +265,17 @@ def test_a_root_is_correctly_rounded() -> None:
         first, second = (after.tensors[name].numpy() for name in ("first", "second"))
         expected = -(first * 2.0) / (np.sqrt(second) * 2.0 + 1.0)
         assert np.array_equal(masters.numpy(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_norm_is_that_of_all_tensors_as_one_vector(device: str, dtype: torch.dtype) -> None:
+    """Also where a GPU sums in fp32."""
+    tensors = [torch.randn(1 << 20, device=device).to(dtype) * scale for scale in (1e-3, 1.0, 0.01)]
+    expected = float(torch.cat(tensors).double().norm())
+    found = norm_of([*tensors, None, torch.ones(7, dtype=torch.int64, device=device)])
+    assert found is not None
+    assert found.dtype == torch.float64
+    assert found.device.type == torch.device(device).type
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+    assert norm_of([None]) is None

@@ -11,8 +11,8 @@ has every stage busy. With `--delay-steps 1` the next step fills the gap.
 
 Where other processes keep the cores busy, threads that wait for each other spin: then the plain loop with two threads
 looks worse than it is, and `--one-thread` gives the honest cost of a token. With `--delay-steps 1` the losses differ by
-design. A wider model (its results are kept as `overhead_1024`): --hidden 1024 --ffn 4096 --delay-steps 0 --micro-batches 16
---warmup 1 --steps 1 --repetitions 1
+design; until three steps have committed a CPU peer's vectors take fresh memory, which costs more than they do. A wider model
+(its results are kept as `overhead_1024_delayed`): --hidden 1024 --ffn 4096 --delay-steps 1 --warmup 3 --budget 2000
 """
 
 from __future__ import annotations

@@ -401,7 +401,7 @@ def test_its_thread_computes_with_as_many_threads_as_torch_had() -> None:
         return len(os.listdir("/proc/self/task")) - before
 
     async def main(executor: ThreadExecutor) -> None:
-        assert (await executor.run(new_threads, FORWARD)).value == 0
+        assert (await executor.run(new_threads, FORWARD)).value <= 0  # one that another test left behind may end
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -3,8 +3,7 @@
 A link shows what it carries only while enough is in flight: in most of a round everyone goes at the slowest peer's pace,
 but at its beginning each sends a window of chunks to all others as fast as it can. So the rate of a round is that of its
 best window, and rounds are averaged. In a round that is over in a few windows a fast link shows less than it carries.
-Unknown is not zero: nothing is told before a window was long enough to mean something. Acknowledgements wait in the queues
-of the other direction, a MB and more in some, and then come at once: a window holds more than that.
+Unknown is not zero: nothing is told before a window was long enough to mean something.
 
 An auxiliary is sent no more than its share, so what it was measured to carry may be what it was asked to: `Reach` tells
 more than that, until it turns out to be too much.
@@ -14,10 +13,9 @@ from __future__ import annotations
 
 import math
 
-#: A window of a round lasts at least this long and holds at least so many bytes.
+#: A window of a round lasts at least this long and holds at least `MIN_BYTES`; the last one may be as short as
+#: `MIN_WINDOW_S`, and shorter if it holds `LARGE_BYTES`.
 WINDOW_S = 0.1
-WINDOW_BYTES = 2**21
-#: A round that is over before is one window, if it lasted `MIN_WINDOW_S` and moved `MIN_BYTES`, or moved `LARGE_BYTES`.
 MIN_WINDOW_S = 0.05
 MIN_BYTES = 2**19
 LARGE_BYTES = 32 * 2**20
@@ -51,14 +49,13 @@ class Meter:
 
     def sample(self, now: float, total: int) -> None:
         """To be called several times within `WINDOW_S`."""
-        if now - self._from >= WINDOW_S and total - self._before >= WINDOW_BYTES:
+        if now - self._from >= WINDOW_S and total - self._before >= MIN_BYTES:
             self._end_window(now, total)
 
     def end_round(self, now: float, total: int) -> None:
         """Take the round's best window into the average."""
         elapsed_s, num_bytes = now - self._from, total - self._before
-        is_enough = num_bytes >= (MIN_BYTES if elapsed_s >= MIN_WINDOW_S else LARGE_BYTES)
-        if self._peak is None and is_enough and elapsed_s > 0:
+        if num_bytes >= (MIN_BYTES if elapsed_s >= MIN_WINDOW_S else LARGE_BYTES) and elapsed_s > 0:
             self._end_window(now, total)
         if self._peak is not None:
             self.rate = self._peak if self.rate is None else (1 - ALPHA) * self.rate + ALPHA * self._peak

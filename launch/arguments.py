@@ -24,6 +24,9 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
+#: Of one kind, for each stage or in all.
+MAX_PROCESSES = 1024
+
 #: Computed from the data, so never given on a command line.
 _COMPUTED_FIELDS = frozenset({"data_digest", "tokenizer_digest", "weights", "weights_source"})
 #: Shorter names that DESIGN fixes for fields of `RunConfig`.
@@ -102,6 +105,12 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def process_count(text: str) -> int:
+    if positive_int(text) > MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_PROCESSES}, the most that is started on one machine")
+    return int(text)
+
+
 def count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
@@ -133,7 +142,7 @@ def device_name(text: str) -> str:
 
 
 def existing_path(text: str) -> Path:
-    path = Path(text).expanduser()
+    path = local_path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
     return path
@@ -145,6 +154,8 @@ def data_source(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
+    if not text:  # `Path` takes it for the current directory
+        raise argparse.ArgumentTypeError("'' is no path; the current directory is .")
     return Path(text).expanduser()
 
 

@@ -22,6 +22,7 @@ from launch.arguments import (
     local_path,
     port_number,
     positive_int,
+    process_count,
     size_bytes,
 )
 from launch.local_plan import RUN_FILE, SwarmPlan
@@ -49,9 +50,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--run", metavar="RUN.TOML", type=existing_path, default=None,
                        help="the run, as TOML: fields of the configuration, paths `data`, `eval_data` and `tokenizer` "
                        "(relative to the file), and a table [local] with peers_per_stage and trainers")
-    group.add_argument("--peers-per-stage", metavar="P", type=positive_int, default=None,
+    group.add_argument("--peers-per-stage", metavar="P", type=process_count, default=None,
                        help=f"stage processes per stage (default: the run file's, or {DEFAULT_PEERS_PER_STAGE})")
-    group.add_argument("--trainers", metavar="T", type=positive_int, default=None,
+    group.add_argument("--trainers", metavar="T", type=process_count, default=None,
                        help=f"trainer processes (default: the run file's, or {DEFAULT_TRAINERS})")
     group.add_argument("--in-flight", metavar="auto|N", type=auto_or_positive, default="auto",
                        help="micro-batches under way at a time, per trainer; auto adapts to what the swarm takes")

@@ -51,6 +51,9 @@ def config_of(options: Mapping[str, Any], run: RunConfig, *, strict: bool = True
     except Exception as error:  # transformers raises several kinds for a field of the wrong type or value
         text = " ".join(str(error).split())
         raise ConfigError(f"model_options: {text[:300]}") from None
+    num_layers = getattr(config, "num_hidden_layers", 1)
+    if isinstance(num_layers, int) and num_layers < 1:
+        raise ConfigError(f"model_options.num_hidden_layers {num_layers}: a model has at least one layer")
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and limit < run.sequence_length:
         raise ConfigError(f"sequence_length {run.sequence_length} is over the model's max_position_embeddings {limit}")

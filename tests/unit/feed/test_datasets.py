@@ -175,6 +175,12 @@ def test_a_bad_file_is_refused_by_name_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_device_is_refused() -> None:
+    """Reading it to its end never ends."""
+    with pytest.raises(ConfigError, match="data /dev/zero: is a device, not a file"):
+        open_feed(SMALL, "/dev/zero", None, None)
+
+
 def test_a_directory_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"holds no \.txt"):

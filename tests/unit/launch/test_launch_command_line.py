@@ -56,6 +56,21 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
     assert "the run uses no auxiliaries; create one with auxiliaries = 1" in one_line(capsys, "launch_backbone")
 
 
+@pytest.mark.parametrize(("program", "argv", "message"), [
+    ("export_model", ["--checkpoints", ".", "--out", ""], "--out: '' is no path"),
+    ("export_model", ["--checkpoints", "", "--out", "x"], "--checkpoints: '' is no path"),
+    ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
+    ("launch_local", ["--data", ""], "--data: '' is no path"),
+    ("launch_local", ["--peers-per-stage", "1000000"], "--peers-per-stage: 1000000 is more than 1024"),
+    ("launch_local", ["--trainers", "1025"], "--trainers: 1025 is more than 1024"),
+])  # fmt: skip
+def test_values_that_would_do_something_unwanted_are_refused(
+    program: str, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(program, *argv) == 2
+    assert message in one_line(capsys, program)
+
+
 def test_options_cannot_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("launch_local", "--trainer", "2") == 2
     assert "--trainer" in one_line(capsys, "launch_local")

@@ -333,3 +333,9 @@ def test_options_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], me
 def test_a_draw_that_skips_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model_options\.layerdrop: .* use 0"):
         CausalLMFactory(RunConfig(), {"model_type": "opt", "layerdrop": 0.1})
+
+
+@pytest.mark.parametrize("num_layers", [0, -3])
+def test_a_model_without_layers_is_refused(num_layers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"model_options\.num_hidden_layers {num_layers}: .* at least one layer"):
+        CausalLMFactory(RunConfig(), {"model_type": "llama", "num_hidden_layers": num_layers})

@@ -35,7 +35,7 @@ MIN_CHUNK_ELEMENTS = 2**14
 MAX_CHUNK_ELEMENTS = 2**19
 #: Chunks of a member that are under way at once, about. They share its line: with more of them the first would come back
 #: later, and the way back stay idle until then.
-UNDER_WAY = 20
+UNDER_WAY = 28
 #: For each pair of members, at most and at least.
 WINDOW, MIN_WINDOW = 4, 2
 #: For each pair of a member and an auxiliary: half of them on their way out, see `rounds.py`.

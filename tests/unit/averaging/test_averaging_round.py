@@ -256,7 +256,7 @@ def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("num_members", "window"), [(2, 4), (6, 4), (8, 3), (12, 2)])
+@pytest.mark.parametrize(("num_members", "window"), [(2, 4), (8, 4), (12, 3), (16, 2)])
 def test_chunks_come_back_while_later_ones_are_still_being_sent(num_members: int, window: int) -> None:
     """A pipeline: with a link that takes a second for each chunk, it is not one after another, nor all at once."""
 

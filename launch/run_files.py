@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launch.arguments import MAX_PROCESSES
 from launch.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, tokenizer_in, vocab_size_of
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
@@ -128,6 +129,8 @@ def _local_table(run_file: Path, table: Any) -> dict[str, int]:
             raise ConfigError(f"{run_file}: unknown key 'local.{key}'")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{run_file}: local.{key}: {value!r} is not a whole number of at least 1")
+        if value > MAX_PROCESSES:
+            raise ConfigError(f"{run_file}: local.{key}: {value} is more than {MAX_PROCESSES}, the most on one machine")
     return dict(table)
 
 

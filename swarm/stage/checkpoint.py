@@ -289,12 +289,18 @@ def scan(
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:
-                what = f"no description of a checkpoint: {type(error).__name__}: {error}"
+                what = f"no description of a checkpoint: {_why(error)}"
                 reason = error if isinstance(error, StorageError) else _damaged(path, what)
                 if damaged is None:
                     raise reason from None
                 damaged.append(reason)
     return found
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def require_own(state_dir: Path, run: RunId) -> None:

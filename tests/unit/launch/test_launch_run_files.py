@@ -34,6 +34,14 @@ def test_the_command_line_overrides_the_file_which_overrides_the_preset(tmp_path
     assert (plan.peers_per_stage, plan.trainers) == (1, 3)
 
 
+@pytest.mark.parametrize(("value", "message"), [("0", "0 is not a whole number"), ("1025", "1025 is more than 1024")])
+def test_a_number_of_processes_that_no_machine_starts_is_refused(tmp_path: Path, value: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[local]\npeers_per_stage = {value}\n")
+    with pytest.raises(ConfigError, match=rf"run\.toml: local\.peers_per_stage: {message}"):
+        resolve("--run", str(path))
+
+
 def test_a_timing_preset_can_be_named_and_refined() -> None:
     config, _ = resolve("--timing", "wan", "--set", "timing.stall_s=30")
     assert (config.timing.stall_s, config.timing.connect_s) == (30.0, 10.0)

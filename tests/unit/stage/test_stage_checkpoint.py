@@ -500,12 +500,14 @@ def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null", "7", "[" * 200_000])
 def test_a_damaged_description_is_a_storage_error_that_names_it(tmp_path: Path, content: str) -> None:
+    """And says what is wrong in words that are not Python's."""
     path = write(tmp_path, 0, 20) / "checkpoint.json"
     path.write_text(content)
     with pytest.raises(StorageError) as raised:
         scan([tmp_path])
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert "Error" not in str(raised.value)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_not_called_damaged(tmp_path: Path) -> None:

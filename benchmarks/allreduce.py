@@ -41,6 +41,8 @@ from swarm.wire.compression import decode_tensor
 HERE = Path(__file__).parent
 #: Elements of the average that are compared with the sum of the contributions.
 CHECKED = 2**20
+#: Rounds that do not count: memory is fresh in the first two, and the number of chunks follows from a round before.
+WARM_UP = 3
 
 
 class Swarm:
@@ -122,11 +124,11 @@ async def swarm_of(
 
 
 async def measure(num_peers: int, num_elements: int, compression: str, rounds: int) -> dict[str, Any]:
-    """Rounds of one case; the first is a warm-up and does not count."""
+    """Rounds of one case, after the warm-up."""
     async with swarm_of(num_peers, num_elements, **fields_of(compression)) as swarm:
         roots = [process.pid for process in swarm.processes]
         seconds, cpu_s = [], []
-        for _ in range(rounds + 1):
+        for _ in range(WARM_UP + rounds):
             term, seals = await swarm.seals()
             cpu, began = cpu_of(roots), time.monotonic()
             reply = await swarm.average(term, seals)
@@ -138,7 +140,7 @@ async def measure(num_peers: int, num_elements: int, compression: str, rounds: i
         parts = [await swarm.part(holder, reply.result) for holder in swarm.members]
         if not all(torch.equal(part, parts[0]) for part in parts):
             raise SystemExit("replicas differ")
-        return {"seconds": seconds[1:], "cpu_s": cpu_s[1:], "error": float((parts[0] - total).norm() / total.norm())}
+        return {"seconds": seconds[WARM_UP:], "cpu_s": cpu_s[WARM_UP:], "error": float((parts[0] - total).norm() / total.norm())}
 
 
 def fields_of(compression: str) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def fields_of(compression: str) -> dict[str, Any]:
 
 def hivemind(python: str, num_peers: int, num_elements: int, compression: str, rounds: int) -> list[dict[str, Any]] | None:
     options = {
-        "peers": num_peers, "elements": num_elements, "compression": compression, "rounds": rounds + 1, "averager": {},
+        "peers": num_peers, "elements": num_elements, "compression": compression, "rounds": WARM_UP + rounds, "averager": {},
     }  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -157,7 +159,7 @@ def hivemind(python: str, num_peers: int, num_elements: int, compression: str, r
     if done.returncode:
         print(f"hivemind, {num_peers} peers, {compression}: failed: {done.stderr[-500:]}", file=sys.stderr)
         return None
-    return json.loads(done.stdout)[1:]
+    return json.loads(done.stdout)[WARM_UP:]
 
 
 def loopback_bytes_per_s(num_streams: int, num_bytes: int = 2**29) -> float:
@@ -229,7 +231,7 @@ def loopback(options: argparse.Namespace) -> None:
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, file=sys.stderr, flush=True)
     facts = machine() | {
         "values": f"{options.elements} fp32 per peer, one torch thread per process",
-        "timed": f"median of {options.rounds} rounds after one",
+        "timed": f"median of {options.rounds} rounds after {WARM_UP}",
         "loopback": f"{alone / 1e9:.2f} GB/s one plain socket",
         "wire": "lower bound 2(n-1)/n x bytes of one peer over that socket's rate (alone), or of all peers over the rate "
         "of n sockets at once (shared)",

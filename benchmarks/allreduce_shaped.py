@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from allreduce import Swarm, swarm_of
+from allreduce import WARM_UP, Swarm, swarm_of
 from report import machine, publish
 from shaped_namespaces import DRIVER, namespaces
 
@@ -56,8 +56,8 @@ async def measured(swarm: Swarm) -> list[tuple[float, float]]:
 async def run(rates: list[float], num_elements: int, rounds: int) -> dict[str, Any]:
     with namespaces(rates) as places:
         async with swarm_of(len(rates), num_elements, places=places, driver=DRIVER) as swarm:
-            equal = [await equal_round(swarm) for _ in range(rounds + 1)][1:]
-            led = [await led_round(swarm) for _ in range(rounds + 1)][1:]
+            equal = [await equal_round(swarm) for _ in range(WARM_UP + rounds)][WARM_UP:]
+            led = [await led_round(swarm) for _ in range(WARM_UP + rounds)][WARM_UP:]
             return {"equal_s": equal, "led_s": led, "measured": await measured(swarm)}
 
 
@@ -84,7 +84,7 @@ def shaped(options: argparse.Namespace) -> None:
     facts = machine() | {
         "links": f"[200]*4 + [100]*4 + [50]*4 Mb/s x {options.scale:g}, one network namespace with tbf each way per peer",
         "values": f"{options.shaped_elements} fp32 per peer",
-        "timed": f"median of {options.rounds} rounds after one",
+        "timed": f"median of {options.rounds} rounds after {WARM_UP}",
         "prediction": "the linear program's round time with the configured rates, without protocol headers",
     }
     tables = {"Rounds": rows, "Gain of shares by bandwidth": gains, "Links as the peers measured them": links}

@@ -18,7 +18,7 @@ import torch
 from swarm.averaging.butterfly import Butterfly, Sum
 from swarm.averaging.compressors.interface import Compressed, Compression
 from swarm.averaging.grid import groups_of, num_levels
-from swarm.averaging.reduction import Code, Part, Payload, RoundFailed, RunJob, at_once
+from swarm.averaging.reduction import NUM_CHUNKS, Code, Part, Payload, RoundFailed, RunJob, at_once
 from swarm.averaging.tied import Tied
 from swarm.policy.shares import hagenbach_bischoff
 from swarm.stage.digest import digest_of, squares_of
@@ -54,7 +54,7 @@ class Round:
     def __init__(
         self, term: Term, seals: Sequence[Seal], me: tuple[str, str], compression: Compression, *, dtype: torch.dtype,
         shares: Sequence[int] = (), auxiliaries: Sequence[Member] = (), max_group: int = 2**30,
-        chunk_elements: int | None = None, run_job: RunJob = at_once,
+        num_chunks: int = NUM_CHUNKS, chunk_elements: int | None = None, run_job: RunJob = at_once,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -67,7 +67,7 @@ class Round:
                 alike. Equal parts if empty.
             auxiliaries: peers that only reduce. All are in one group with the members.
             max_group: more members than that sum in groups, level by level; see `grid.py`.
-            chunk_elements: see `Reduction`.
+            num_chunks, chunk_elements: see `Reduction`.
             run_job: runs what takes time.
 
         Raises:
@@ -85,6 +85,7 @@ class Round:
         self._shares = tuple(shares)
         self._max_group = max_group
         self._num_phases = 0
+        self._num_chunks = num_chunks
         self._chunk_elements = chunk_elements
         self._run_job = run_job
         #: By phase; a phase that has ended still answers.
@@ -188,7 +189,7 @@ class Round:
         butterfly = Butterfly(
             [self.members[i] for i in group], group.index(self.me), part, dtype=self._dtype,
             shares=hagenbach_bischoff(part.num_elements, weights), num_auxiliaries=self._num_auxiliaries,
-            chunk_elements=self._chunk_elements, run_job=self._run_job,
+            num_chunks=self._num_chunks, chunk_elements=self._chunk_elements, run_job=self._run_job,
         )  # fmt: skip
         self._exchanges[phase] = butterfly
         if self._failure is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.reduction import AUXILIARY_WINDOW, WINDOW, Part, Payload, Reduction, RoundFailed, window_of
+from swarm.averaging.reduction import AUXILIARY_WINDOW, Part, Payload, Reduction, RoundFailed
 from swarm.base.errors import LinkError, RemoteError
 from swarm.stage.accumulator import is_finite
 from swarm.stage.flat import empty_flat
@@ -123,9 +123,10 @@ class Butterfly(Reduction):
     def _num_streams(self, j: int) -> int:
         """Of a pair. Streams share this member's line alike, so beside a large slice of an auxiliary small ones have fewer."""
         if self._num_senders == len(self.members):
-            return window_of(len(self.members))
+            return self._window
         sizes = [end - start for start, end in self._bounds]
-        return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(1, *sizes)), WINDOW if j < self._num_senders else AUXILIARY_WINDOW)
+        most = self._window if j < self._num_senders else AUXILIARY_WINDOW
+        return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(1, *sizes)), most)
 
     async def _stream(self, j: int, numbers: Any, exchange: Exchange) -> None:
         """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""

@@ -22,17 +22,17 @@ from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import is_finite
 from swarm.wire.compression import decode_tensor, encode_sparse, encode_tensor
 from swarm.wire.framing import Buffer
-from swarm.wire.messages import Codec, Member, TensorSpec
+from swarm.wire.messages import BLOCK_SIZE, Codec, Member, TensorSpec
 
-#: The largest slice travels in at least so many chunks, unless they would be small: the more, the more of the way out
-#: and the way back overlap.
-MIN_CHUNKS = 16
-#: If it has at least so many elements, in so many: on a fast line the requests, a millisecond of CPU each, are what counts.
-LARGE_SLICE, MIN_LARGE_CHUNKS = 2**20, 10
+#: The largest slice travels in about so many chunks, unless they would be small: the more, the more of the way out and the
+#: way back overlap.
+NUM_CHUNKS = 16
+#: In fewer if a round of it takes less than so long for each, but not in fewer than that: on fast lines the requests, half
+#: a millisecond of CPU each, are what counts.
+CHUNK_S, MIN_CHUNKS = 0.16, 4
 #: An auxiliary's slice in more: its line carries parts in, and sums out, only while both are under way.
-MIN_AUXILIARY_CHUNKS = 128
-MIN_CHUNK_ELEMENTS = 2**14
-MAX_CHUNK_ELEMENTS = 2**19
+NUM_AUXILIARY_CHUNKS = 128
+MIN_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS = 2**14, 2**20
 #: Chunks of a member that are under way at once, about. They share its line: with more of them the first would come back
 #: later, and the way back stay idle until then.
 UNDER_WAY = 28
@@ -118,15 +118,20 @@ class Part:
     robust: Robust | None = None
 
 
-def chunk_elements_of(num_elements: int, min_chunks: int | None = None) -> int:
-    """Elements of a chunk of a slice of so many."""
-    min_chunks = min_chunks or (MIN_CHUNKS if num_elements < LARGE_SLICE else MIN_LARGE_CHUNKS)
-    return min(max(-(-num_elements // min_chunks), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
+def num_chunks_of(seconds: float | None) -> int:
+    """Chunks of a slice if the round before took so long; None: nobody knows."""
+    return NUM_CHUNKS if seconds is None else min(max(math.ceil(seconds / CHUNK_S), MIN_CHUNKS), NUM_CHUNKS)
 
 
-def window_of(num_members: int) -> int:
-    """Chunks under way at once for each pair of so many members."""
-    return min(WINDOW, max(MIN_WINDOW, math.ceil(UNDER_WAY / (num_members - 1))))
+def chunk_elements_of(num_elements: int, num_chunks: int) -> int:
+    """Elements of a chunk of a slice of so many, in about so many chunks; whole blocks of the 8-bit codes."""
+    chunk = min(max(-(-num_elements // num_chunks), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
+    return -(-chunk // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def window_of(num_members: int, num_chunks: int) -> int:
+    """Chunks under way at once for each pair of so many members whose slices travel in so many."""
+    return max(MIN_WINDOW, min(WINDOW, math.ceil(UNDER_WAY / (num_members - 1)), num_chunks // 4))
 
 
 def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_senders: int) -> int:
@@ -135,7 +140,7 @@ def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_sende
     Each sender has `AUXILIARY_WINDOW` requests open at most, and each of these holds a part or the sum that answers it, or
     both for a moment; besides, one chunk is being summed.
     """
-    chunk = chunk_elements_of(num_elements, MIN_AUXILIARY_CHUNKS)
+    chunk = chunk_elements_of(num_elements, NUM_AUXILIARY_CHUNKS)
     num_bytes = code.spec(chunk, dtype).num_bytes
     return 2 * num_senders * AUXILIARY_WINDOW * num_bytes + (num_senders + 1) * chunk * dtype.itemsize
 
@@ -157,8 +162,8 @@ class Reduction:
 
     def __init__(
         self, members: Sequence[Member], me: int, part: Part, *, dtype: torch.dtype, shares: Sequence[int] = (),
-        num_auxiliaries: int = 0, chunk_elements: int | None = None, run_job: RunJob = at_once,
-        total: torch.Tensor | None = None,
+        num_auxiliaries: int = 0, num_chunks: int = NUM_CHUNKS, chunk_elements: int | None = None,
+        run_job: RunJob = at_once, total: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -168,7 +173,8 @@ class Reduction:
             dtype: of the sum.
             shares: elements that each reduces; equal parts if empty.
             num_auxiliaries: the last so many of `members` have no part in the sum and do not ask for it.
-            chunk_elements: elements of a chunk, the same for all; None derives them from the shares.
+            num_chunks: in which the largest slice of those that have a part travels, about; the same for all.
+            chunk_elements: elements of a chunk of each slice instead.
             run_job: runs what takes time.
             total: [num_elements]; the sums are written into it, and stay to be asked for again. None: a chunk is let go of
                 once everyone has taken it.
@@ -189,10 +195,12 @@ class Reduction:
         self._dtype = dtype
         self._run_job = run_job
         self._total = total
-        sizes = [chunk_elements or chunk_elements_of(max(shares[: self._num_senders]))] * self._num_senders
-        sizes += [chunk_elements or chunk_elements_of(share, MIN_AUXILIARY_CHUNKS) for share in shares[self._num_senders :]]
+        own = chunk_elements or chunk_elements_of(max(shares[: self._num_senders]), num_chunks)
+        sizes = [own] * self._num_senders
+        sizes += [chunk_elements or chunk_elements_of(share, NUM_AUXILIARY_CHUNKS) for share in shares[self._num_senders :]]
         #: Elements of a chunk of each slice.
         self._chunk_elements = sizes
+        self._window = window_of(self._num_senders, num_chunks) if len(members) > 1 else 0
         self._bounds = bounds(shares)
         is_sparse = part.code.codec == "sparse4"
         self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and part.values is not None else None

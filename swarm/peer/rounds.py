@@ -140,7 +140,7 @@ class Rounds:
             state.round = Round(
                 message.term, message.seals, self._member.me.key, compression, dtype=self._member.compute.master_dtype,
                 shares=message.shares, auxiliaries=message.auxiliaries, max_group=self._member.config.max_group,
-                run_job=self._in_background,
+                num_chunks=message.num_chunks, run_job=self._in_background,
             )  # fmt: skip
         except ValueError as error:
             raise RoundFailed(str(error)) from None

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 
+from swarm.averaging.reduction import num_chunks_of
 from swarm.base.errors import LinkError, RemoteError, Stalled
 from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
@@ -32,6 +33,8 @@ class StageLeader:
         self._books: dict[int, ClaimBook] = {}
         self.shares = RoundShares(member.stage)
         self._auxiliaries = Auxiliaries(link, member, tasks)
+        #: Of the newest round that all completed.
+        self._round_s: float | None = None
         #: Set, and replaced, when a collection has ended.
         self._collected = asyncio.Event()
         link.register(m.Claim, self._on_claim)
@@ -175,8 +178,9 @@ class StageLeader:
         )  # fmt: skip
         request = m.Reduce(
             run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares,
-            terms=message.terms, auxiliaries=helpers,
+            num_chunks=num_chunks_of(None if helpers else self._round_s), terms=message.terms, auxiliaries=helpers,
         )  # fmt: skip
+        began = asyncio.get_running_loop().time()
         replies = await self._reduce_all(request, targets, progress)
         holders: dict[str, list[m.Member]] = {}
         suspects: Counter[tuple[str, str]] = Counter()
@@ -200,6 +204,8 @@ class StageLeader:
         if len(holders) > 1:
             reasons.append("members hold different averages")
         everyone_holds = [len(who) for who in holders.values()] == [len(targets)]
+        if everyone_holds:
+            self._round_s = asyncio.get_running_loop().time() - began
         if not suspects and not everyone_holds:
             suspects.update(x.key for x in stalled)
         for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, everyone_holds=everyone_holds)

@@ -563,6 +563,8 @@ class Reduce(Message):
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     #: How many elements each of them reduces, in this order, and then each of `auxiliaries`.
     shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    #: In about so many chunks the largest slice of a member travels.
+    num_chunks: Annotated[int, Field(ge=1, le=128)] = 16
     #: As in `Average`.
     terms: StageTerms = ()
     #: Aggregators that only reduce: they have no seal, no contribution and no use for the result.

@@ -16,7 +16,17 @@ from swarm.averaging.all_reduce import Average, Exchange, Round
 from swarm.averaging.butterfly import Butterfly
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import Code, Part, Payload, RoundFailed
+from swarm.averaging.reduction import (
+    MAX_CHUNK_ELEMENTS,
+    MIN_CHUNK_ELEMENTS,
+    Code,
+    Part,
+    Payload,
+    RoundFailed,
+    chunk_elements_of,
+    num_chunks_of,
+    window_of,
+)
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
 from swarm.base.virtual_time import run_virtual
 from swarm.lifecycle.step import Entry
@@ -25,7 +35,7 @@ from swarm.stage.accumulator import Accumulator
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.wire.compression import decode_tensor, encode_tensor
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.messages import BLOCK_SIZE, Member, Seal, Term
 
 torch.set_num_threads(1)
 
@@ -457,3 +467,22 @@ def test_a_stranger_has_no_index() -> None:
         assert round_.index_of(restarted) is None
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_chunks", "window_of_8"), [(None, 16, 4), (10.0, 16, 4), (1.0, 7, 2), (0.6, 4, 2), (0.0, 4, 2)]
+)
+def test_a_short_round_is_cut_into_fewer_chunks_and_fewer_of_them_are_under_way(
+    seconds: float | None, num_chunks: int, window_of_8: int
+) -> None:
+    assert num_chunks_of(seconds) == num_chunks
+    assert window_of(8, num_chunks) == window_of_8
+    assert window_of(30, num_chunks) == 2, "many members share a line"
+
+
+@given(num_elements=st.integers(1, 2**31), num_chunks=st.integers(1, 128))
+def test_chunks_are_neither_many_nor_large(num_elements: int, num_chunks: int) -> None:
+    size = chunk_elements_of(num_elements, num_chunks)
+    assert MIN_CHUNK_ELEMENTS <= size <= MAX_CHUNK_ELEMENTS
+    assert size % BLOCK_SIZE == 0, "no odd block in the middle"
+    assert -(-num_elements // size) <= max(num_chunks, -(-num_elements // MAX_CHUNK_ELEMENTS))

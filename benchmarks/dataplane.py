@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dataplane_peers import CLIENTS
+from dataplane_peers import CLIENTS, Deadline
 from process_cpu import busy_machine_s, cpu_of_tree
 from report import machine, publish
 
@@ -58,19 +58,26 @@ def server(kind: str) -> Iterator[int]:
 
 
 def measure(system: str, port: int, kind: str, size: int, in_flight: int, seconds: float) -> dict[str, Any]:
-    call = CLIENTS[system]
-    until = time.perf_counter() + seconds / 4
-    call(port, kind, size, in_flight, lambda done: time.perf_counter() < until or done < 1)
-    cpu, others, began = cpu_of_tree(os.getpid()), busy_machine_s(), time.perf_counter()
-    until = began + seconds
-    calls = call(port, kind, size, in_flight, lambda done: time.perf_counter() < until or done < 2)
-    elapsed = time.perf_counter() - began
-    cpu = cpu_of_tree(os.getpid()) - cpu
+    marks: list[tuple[float, float, float]] = []
+
+    def mark() -> float:
+        marks.append((time.perf_counter(), cpu_of_tree(os.getpid()), busy_machine_s()))
+        return marks[-1][0]
+
+    def phases() -> Iterator[Deadline]:
+        """A warm-up, and what counts."""
+        began = mark()
+        yield lambda done: time.perf_counter() < began + seconds / 2 or done < 2
+        began = mark()
+        yield lambda done: time.perf_counter() < began + seconds or done < 2
+        mark()
+
+    calls = CLIENTS[system](port, kind, size, in_flight, phases())
+    elapsed, cpu, busy = (after - before for before, after in zip(marks[1], marks[2], strict=True))
     num_bytes = size * len(calls)
     return {
         "system": system, "kind": kind, "size": size, "in_flight": in_flight, "MB/s": num_bytes / elapsed / 1e6,
-        "CPU s/GB": cpu / num_bytes * 1e9, "by_others": max(0.0, busy_machine_s() - others - cpu) / elapsed,
-        "p50_ms": statistics.median(calls) * 1e3,
+        "CPU s/GB": cpu / num_bytes * 1e9, "by_others": max(0.0, busy - cpu) / elapsed, "p50_ms": statistics.median(calls) * 1e3,
     }  # fmt: skip
 
 
@@ -164,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hivemind-python", help="interpreter that has hivemind 1.1.12")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each figure, in each repetition")
-    parser.add_argument("--repetitions", type=int, default=3, help="of this product and raw sockets, in turns; medians")
+    parser.add_argument("--repetitions", type=int, default=3, help="of all but hivemind, in turns; medians")
     parser.add_argument("--cores", type=int, default=2, help="cores that all processes share")
     parser.add_argument("--sizes", type=int, nargs="+", default=[size // MIB for size in SIZES], help="MiB")
     options = parser.parse_args()
@@ -177,14 +184,14 @@ def main() -> None:
     cases = [(kind, size, in_flight) for kind in KINDS for size in sizes for in_flight in IN_FLIGHT]
     runs: list[dict[str, Any]] = []
     with server("swarm") as swarm_port, server("raw") as raw_port, server("aiohttp") as bare_port:
+        ports = {"swarm": swarm_port, "raw sockets": raw_port, "aiohttp": bare_port, "swarm 8bit": swarm_port}
         for _ in range(options.repetitions):
             for case in cases:
-                for system, port in (("swarm", swarm_port), ("raw sockets", raw_port), ("aiohttp", bare_port)):
+                for system, port in ports.items():
                     runs.append(measure(system, port, *case, options.seconds))
-                print("  {kind} {size} x {in_flight}: {MB/s:.0f} MB/s".format(**runs[-3]), file=sys.stderr, flush=True)
-        coded = [measure("swarm 8bit", swarm_port, *case, options.seconds) for case in cases]
-        small = [measure(system, port, "echo", SMALL_BYTES, 1, options.seconds)["p50_ms"]
-                 for system, port in (("swarm", swarm_port), ("raw sockets", raw_port))]  # fmt: skip
+                print("  {kind} {size} x {in_flight}: {MB/s:.0f} MB/s".format(**runs[-4]), file=sys.stderr, flush=True)
+        small = [measure(system, ports[system], "echo", SMALL_BYTES, 1, options.seconds)["p50_ms"]
+                 for system in ("swarm", "raw sockets")]  # fmt: skip
     rates = {size: quantiser(size, options.seconds / 2) for size in sizes}
     theirs = hivemind(options.hivemind_python, sizes, options.seconds) if options.hivemind_python else None
 
@@ -205,18 +212,18 @@ def main() -> None:
         {"what": KINDS[one["kind"]], "MiB of fp32": one["size"] // MIB, "in flight": one["in_flight"], "MB/s": one["MB/s"],
          "bound": (most := bound(rates[one["size"]], one["kind"], one["in_flight"])), "of bound": one["MB/s"] / most,
          "CPU s/GB": one["CPU s/GB"]}
-        for one in coded
+        for one in (middle("swarm 8bit", case) for case in cases)
     ]  # fmt: skip
     small_row = {"swarm p50 ms": small[0], "raw sockets p50 ms": small[1]}
     if theirs:
         small_row["hivemind p50 ms"] = theirs["small_p50_ms"]
     facts["timed"] = f"{options.seconds:g} s a figure after a warm-up, median of {options.repetitions} in turns"
-    if max(run["by_others"] for run in [*runs, *coded]) > QUIET_CORES:
+    if max(run["by_others"] for run in runs) > QUIET_CORES:
         facts["warning"] = "other processes used the cores meanwhile: run it again"
     publish(
         "dataplane", facts=facts,
         tables={"Raw payloads": rows, "8-bit payloads": coded_rows, "1 KiB echo": [small_row]},
-        details={"runs": runs, "8bit": coded, "quantiser MB/s": rates, "hivemind": theirs}, draw=draw(rows),
+        details={"runs": runs, "quantiser MB/s": rates, "hivemind": theirs}, draw=draw(rows),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import aiohttp
 import torch
@@ -34,7 +34,10 @@ STALL_S = 30.0
 _KINDS = {b"e": "echo", b"s": "sink"}
 _HEAD_BYTES = 9
 
+#: Whether a worker that has done so many calls makes another one.
 Deadline = Callable[[int], bool]
+#: One after another, over the same connections; each begins when the one before has ended.
+Phases = Iterable[Deadline]
 
 
 def raw_frame(kind: str, num_bytes: int) -> Frame:
@@ -131,12 +134,12 @@ def receive(sock: socket.socket, view: memoryview) -> None:
 
 
 async def _in_turns(
-    transport: HttpTransport | aiohttp.ClientSession, call: Callable[[], Awaitable[None]], in_flight: int, goes_on: Deadline
+    transport: HttpTransport | aiohttp.ClientSession, call: Callable[[], Awaitable[None]], in_flight: int, phases: Phases
 ) -> list[float]:
-    """Seconds of every call; each of `in_flight` workers calls while `goes_on(its calls so far)`."""
+    """Seconds of every call of the last phase; each of `in_flight` workers calls while a phase goes on."""
     seconds: list[float] = []
 
-    async def work() -> None:
+    async def work(goes_on: Deadline) -> None:
         num_done = 0
         while goes_on(num_done):
             began = time.perf_counter()
@@ -145,13 +148,15 @@ async def _in_turns(
             num_done += 1
 
     try:
-        await asyncio.gather(*(work() for _ in range(in_flight)))
+        for goes_on in phases:
+            seconds.clear()
+            await asyncio.gather(*(work(goes_on) for _ in range(in_flight)))
     finally:
         await transport.close()
     return seconds
 
 
-def call_swarm(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+def call_swarm(port: int, kind: str, size: int, in_flight: int, phases: Phases) -> list[float]:
     """See `_in_turns`."""
 
     async def main() -> list[float]:
@@ -160,12 +165,12 @@ def call_swarm(port: int, kind: str, size: int, in_flight: int, goes_on: Deadlin
         async def call() -> None:
             await transport.call(address, frame, stall_s=STALL_S)
 
-        return await _in_turns(transport, call, in_flight, goes_on)
+        return await _in_turns(transport, call, in_flight, phases)
 
     return asyncio.run(main())
 
 
-def call_aiohttp(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+def call_aiohttp(port: int, kind: str, size: int, in_flight: int, phases: Phases) -> list[float]:
     async def main() -> list[float]:
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), read_bufsize=READ_BYTES, auto_decompress=False)
         payload, url = bytes(size), f"http://127.0.0.1:{port}/{kind}"
@@ -174,12 +179,12 @@ def call_aiohttp(port: int, kind: str, size: int, in_flight: int, goes_on: Deadl
             async with session.post(url, data=payload) as response:
                 await taken(response.content, response.content_length or 0)
 
-        return await _in_turns(session, call, in_flight, goes_on)
+        return await _in_turns(session, call, in_flight, phases)
 
     return asyncio.run(main())
 
 
-def call_swarm_8bit(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+def call_swarm_8bit(port: int, kind: str, size: int, in_flight: int, phases: Phases) -> list[float]:
     """Like `call_swarm`, with fp32 tensors of `size` bytes that are quantised and restored at both ends."""
 
     async def main() -> list[float]:
@@ -194,35 +199,41 @@ def call_swarm_8bit(port: int, kind: str, size: int, in_flight: int, goes_on: De
                 await executor.run(lambda: device.receive(reply, "input"), Priority.BACKWARD)
 
         try:
-            return await _in_turns(transport, call, in_flight, goes_on)
+            return await _in_turns(transport, call, in_flight, phases)
         finally:
             executor.close()
 
     return asyncio.run(main())
 
 
-def call_raw(port: int, kind: str, size: int, in_flight: int, goes_on: Deadline) -> list[float]:
+def call_raw(port: int, kind: str, size: int, in_flight: int, phases: Phases) -> list[float]:
     seconds: list[float] = []
 
-    def work() -> None:
+    def work(worker: tuple[socket.socket, memoryview, memoryview], goes_on: Deadline) -> None:
+        sock, payload, answer = worker
+        num_done = 0
+        while goes_on(num_done):
+            began = time.perf_counter()
+            sock.sendall(kind[:1].encode() + size.to_bytes(_HEAD_BYTES - 1, "big"))
+            sock.sendall(payload)
+            receive(sock, answer)
+            seconds.append(time.perf_counter() - began)
+            num_done += 1
+
+    workers = []
+    for _ in range(in_flight):
         sock = socket.create_connection(("127.0.0.1", port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        payload, answer = memoryview(bytearray(size)), memoryview(bytearray(size if kind == "echo" else 1))
-        num_done = 0
-        with sock:
-            while goes_on(num_done):
-                began = time.perf_counter()
-                sock.sendall(kind[:1].encode() + size.to_bytes(_HEAD_BYTES - 1, "big"))
-                sock.sendall(payload)
-                receive(sock, answer)
-                seconds.append(time.perf_counter() - began)
-                num_done += 1
-
-    threads = [threading.Thread(target=work) for _ in range(in_flight)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        workers.append((sock, memoryview(bytearray(size)), memoryview(bytearray(size if kind == "echo" else 1))))
+    for goes_on in phases:
+        seconds.clear()
+        threads = [threading.Thread(target=work, args=(worker, goes_on)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for sock, _, _ in workers:
+        sock.close()
     return seconds
 
 

@@ -26,7 +26,7 @@ MOVING_WINDOW_S = 30.0
 #: What is larger is no heartbeat: its bytes are movement.
 MAX_HEARTBEAT_BYTES = 4096
 #: Frames are written in pieces of this size; shorter runs of small tensors are joined.
-CHUNK_BYTES = 256 * 2**10
+CHUNK_BYTES = 512 * 2**10
 _SMALL_BYTES = 16 * 2**10
 
 

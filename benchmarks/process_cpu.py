@@ -35,12 +35,12 @@ def cpu_of_tree(root: int) -> float:
 
 
 def busy_machine_s() -> float:
-    """CPU-seconds that all processes of the machine have used on the cores this one may run on."""
+    """CPU-seconds that all processes of the machine have used on the cores this one may run on; interrupts are nobody's."""
     mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     total = 0.0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *ticks = line.split()
         if name in mine:
-            user, nice, system, _, _, irq, softirq, *_ = map(int, ticks)
-            total += (user + nice + system + irq + softirq) * TICK_S
+            user, nice, system, *_ = map(int, ticks)
+            total += (user + nice + system) * TICK_S
     return total

@@ -153,6 +153,19 @@ def data_source(text: str) -> str:
     return text if is_dotted(text) else str(existing_path(text))
 
 
+def output_directory(text: str) -> Path:
+    path = local_path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory: name one, or a new one")
+    return path
+
+
+def non_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return text
+
+
 def local_path(text: str) -> Path:
     if not text:  # `Path` takes it for the current directory
         raise argparse.ArgumentTypeError("'' is no path; the current directory is .")
@@ -185,10 +198,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network and disk")
-    group.add_argument("--host", metavar="ADDRESS", default="0.0.0.0", help="address to listen at; :: is IPv6")
+    group.add_argument("--host", metavar="ADDRESS", type=non_empty, default="0.0.0.0", help="address to listen at; :: is IPv6")
     group.add_argument("--port", metavar="PORT", type=port_number, default=0,
                        help="port for both TCP and UDP; 0 picks a free one")
-    group.add_argument("--public-host", metavar="ADDRESS", default=None,
+    group.add_argument("--public-host", metavar="ADDRESS", type=non_empty, default=None,
                        help="address that others reach this peer at (default: the one it listens at, or the one that "
                        "the joined peer sees)")
     group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
@@ -206,7 +219,7 @@ def add_data_options(parser: argparse._ActionsContainer) -> None:
 
 
 def add_model_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--model", metavar="DIR|HUB_ID", default=None,
+    parser.add_argument("--model", metavar="DIR|HUB_ID", type=non_empty, default=None,
                         help="where this machine has the run's model: a directory with config.json, weights and tokenizer, "
                         "or a Hugging Face hub id (default: the run file's; a stage takes the weights from its peers)")
 

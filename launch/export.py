@@ -19,7 +19,7 @@ from launch.arguments import (
     add_model_option,
     count,
     existing_path,
-    local_path,
+    output_directory,
     peer_address,
     positive_seconds,
 )
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                         help="a peer of a run that is going on: its newest head, which training goes on from meanwhile")
     parser.add_argument("--join-timeout", metavar="SECONDS", type=positive_seconds, default=60.0,
                         help="give up if the stages do not offer one head within this time, in seconds")
-    parser.add_argument("--out", metavar="DIR", type=local_path, required=True,
+    parser.add_argument("--out", metavar="DIR", type=output_directory, required=True,
                         help="directory to write; an older model there is replaced")
     parser.add_argument("--step", metavar="N", type=count, default=None,
                         help="the checkpoint after this many steps (default: the newest that covers all stages)")

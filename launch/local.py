@@ -20,6 +20,7 @@ from launch.arguments import (
     device_name,
     existing_path,
     local_path,
+    non_empty,
     port_number,
     positive_int,
     process_count,
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--offload-optimizer", action="store_true",
                        help="keep the optimizer's state of stages on GPUs in main memory (see launch_stage)")
     group.add_argument("--compile", action="store_true", help="torch.compile the stages' layers (see launch_stage)")
-    group.add_argument("--host", metavar="ADDRESS", default="127.0.0.1",
+    group.add_argument("--host", metavar="ADDRESS", type=non_empty, default="127.0.0.1",
                        help="address that all peers listen at; 0.0.0.0 lets other machines join")
     group.add_argument("--port", metavar="PORT", type=port_number, default=0,
                        help="port of the backbone, for TCP and UDP; 0 picks a free one")

@@ -23,6 +23,7 @@ from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
 from launch.runner import Stopper
 from launch.status import ask
+from launch.step_lines import goes_on_text
 from launch.view import Picture, PlainView, Row
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, SwarmError
@@ -61,6 +62,8 @@ class LocalSwarm:
         self._ended: asyncio.Queue[Child | SwarmError] = asyncio.Queue()
         self._kept = Kept()
         self._step: dict[str, Any] | None = None
+        #: Committed in an earlier life of the run.
+        self._num_steps_before = 0
         self._evaluation: tuple[int, float] | None = None
         self._best: tuple[int, float] | None = None  # the evaluation with the lowest loss
         self._backbone = Address("", 0)  # known once it serves
@@ -210,6 +213,10 @@ class LocalSwarm:
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
             self._step = self._picture.step = report
             self._view.step(report)
+        elif event == "goes_on" and self._step is None:
+            self._num_steps_before = report["step"]
+            self._step = self._picture.step = report
+            self._view.event(goes_on_text(report, self._config.total_steps), goes_on_after=report["step"])
         elif event == "waiting" and name == "trainer-0":
             self._view.event(f"waiting for {report['reason']}", **report)
         elif event == "evaluation" and (self._evaluation is None or report["step"] > self._evaluation[0]):
@@ -282,8 +289,11 @@ class LocalSwarm:
         step, state_dir = self._step, self._plan.state_dir
         seconds = time.monotonic() - self._began
         num_steps = step["step"] if step else 0
-        text = f"{'done' if is_done else 'stopped'}: {num_steps} steps in {seconds:.1f} s"
-        values: dict[str, Any] = {"steps": num_steps, "seconds": seconds}
+        new_steps = num_steps - self._num_steps_before
+        text = f"{'done' if is_done else 'stopped'}: {num_steps} steps"
+        text += f", {new_steps} of them now," if self._num_steps_before else ""
+        text += f" in {seconds:.1f} s"
+        values: dict[str, Any] = {"steps": num_steps, "new_steps": new_steps, "seconds": seconds}
         if step is not None:
             text += f", final loss {step['loss']:.4f}"
             values["loss"] = step["loss"]

@@ -93,7 +93,8 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     from rich.table import Table
     from rich.text import Text
 
-    title = f"step {_known(first.step)}, head {first.head[:12] or '-'}"
+    total = first.detail.get("total_steps")
+    title = f"step {_known(first.step)}{f' of {total}' if total else ''}, head {first.head[:12] or '-'}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight"):
         table.add_column(heading, no_wrap=True)
@@ -126,7 +127,8 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         console = Console()
         console.print(table_of(first, others))
         for key, value in sorted(first.detail.items()):
-            console.print(Text(f"{key}: {value}"))
+            if value != "":
+                console.print(Text(f"{key}: {value}"))
     return EXIT_DONE
 
 

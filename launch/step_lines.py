@@ -12,3 +12,8 @@ def step_text(line: Mapping[str, Any], total_steps: int) -> str:
             f"seconds {line['seconds']:.2f} grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} "
             f"peers {'+'.join(map(str, line['peers']))} retries {line['retries']}")
     return text + " skipped" if line["skipped"] else text
+
+
+def goes_on_text(line: Mapping[str, Any], total_steps: int) -> str:
+    """Where a run goes on that had committed steps before: what was seen of them is its loss alone."""
+    return f"goes on after step {line['step']}/{total_steps}, loss {line['loss']:.4f}"

@@ -24,7 +24,7 @@ from launch.metrics import MetricsFile
 from launch.models import vocab_size_of
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of, run_peer
-from launch.step_lines import step_text
+from launch.step_lines import goes_on_text, step_text
 from launch.ticket_files import TicketFiles
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
         def on_step(report: StepReport) -> None:
             line = report.json_line()
-            if metrics.append(line):  # what a run goes on from was told in its life before
+            is_new = metrics.append(line)
+            if not report.seconds:  # committed in the run's life before, or before this trainer came
+                announcer.line(goes_on_text(line, total_steps), goes_on_after=line["step"])
+                reports.send("goes_on", **line)
+            elif is_new:
                 announcer.line(step_text(line, total_steps), **line)
                 reports.send("step", **line)
 

@@ -128,8 +128,9 @@ def _text(value: int | None) -> str:
 def _numbers(picture: Picture) -> str:
     parts = []
     if (line := picture.step) is not None:
-        speed = [f"tokens/s {line['tokens_per_s']:.0f}", f"{line['seconds']:.2f} s/step"]
-        parts += [f"loss {line['loss']:.4f}", *speed]
+        parts.append(f"loss {line['loss']:.4f}")
+        if line["seconds"]:
+            parts += [f"tokens/s {line['tokens_per_s']:.0f}", f"{line['seconds']:.2f} s/step"]
     if picture.evaluation is not None:
         parts.append(f"eval loss {picture.evaluation[1]:.4f} (step {picture.evaluation[0]})")
     return "  ".join(parts)

@@ -43,7 +43,7 @@ class Auxiliaries:
         #: The step that goes on without.
         self._step_without = -1
         #: Why there is no offer for the attempt to come.
-        self.why_none = ""
+        self.why_none = "" if self._most else "the run uses none"
         #: The last refusal that was logged.
         self._told = ""
 

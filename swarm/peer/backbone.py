@@ -45,7 +45,9 @@ class Backbone:
         step, head, stages = (heard.step, heard.head, heard.stages) if heard is not None else (-1, "", ())
         if record is not None:
             step, head, stages = record.step + 1, record.head, record.members
-        detail: dict[str, str | int | float | bool] = {"coordinator": coordinator is not None}
+        detail: dict[str, str | int | float | bool] = {
+            "coordinator": coordinator is not None, "total_steps": self.context.config.total_steps,
+        }  # fmt: skip
         if coordinator is not None:
             detail |= {
                 "ballot": coordinator.ballot.counter, "waiting_for": coordinator.waiting_for[:200],

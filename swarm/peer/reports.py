@@ -61,6 +61,8 @@ class RoundTrips:
 class StepReport:
     """One committed step, as a trainer saw it; all but times, retries and round trips come from the record.
 
+    `seconds` is 0 if the step had committed before the trainer came: the run goes on from it.
+
     `retries` counts this trainer's micro-batches that were sent or computed again: a peer failed on their way, or was
     killed with what it had accumulated of them.
     """

@@ -148,7 +148,8 @@ class StagePeer:
             role="stage", member=self.context.member(), step=member.num_commits,
             head=member.record.head if member.record else "", state=self.membership.state,
             detail={
-                "stage": self.stage, "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
+                "stage": self.stage, "total_steps": self.context.config.total_steps,
+                "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,

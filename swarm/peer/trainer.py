@@ -154,6 +154,7 @@ class Trainer:
             "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.tries.num_retries,
             "waiting_for": (coordinator or self).waiting_for[:200], "coordinator": coordinator is not None,
             "ballot": coordinator.ballot.counter if coordinator is not None else 0,
+            "total_steps": self.context.config.total_steps,
         }  # fmt: skip
         return m.StatusReply(
             role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else -1,
@@ -308,7 +309,8 @@ class Trainer:
             elif record.step >= 0:
                 now = loop.time()
                 retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
-                self._on_step(StepReport(record, now - self._last_commit_at, retries, round_trips))
+                seconds = 0.0 if known is None else now - self._last_commit_at
+                self._on_step(StepReport(record, seconds, retries, round_trips))
                 self._last_commit_at, self.tries.num_retries = now, 0
             else:
                 self._last_commit_at = loop.time()

@@ -332,7 +332,7 @@ def test_one_without_room_is_not_used() -> None:
 
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [({"auxiliaries": 0}, "none: "), ({"max_group": 3}, "none: 4 members average in groups of 3")],
+    [({"auxiliaries": 0}, "none: the run uses none"), ({"max_group": 3}, "none: 4 members average in groups of 3")],
     ids=["not allowed", "groups"],
 )
 def test_where_auxiliaries_are_not_used_nobody_is_asked(config: dict[str, int], reason: str) -> None:

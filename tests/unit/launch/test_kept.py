@@ -71,6 +71,9 @@ class Told(PlainView):
     def event(self, text: str, **values: Any) -> None:
         self.lines.append(text)
 
+    def step(self, line: dict[str, Any]) -> None:
+        self.lines.append(f"step {line['step']}")
+
 
 def swarm_in(directory: Path) -> tuple[LocalSwarm, Told]:
     """One that has started nothing, with a stage process for each of two stages."""
@@ -131,6 +134,21 @@ def test_a_local_run_that_stops_for_a_process_says_why_or_how_to_go_on(name: str
     else:
         assert line.startswith(f"{name} ended (exit code 1): ")
         assert line.endswith(f"RuntimeError: the last of them; see {tmp_path / 'log'}")
+
+
+def test_a_run_that_goes_on_tells_how_many_steps_are_new(tmp_path: Path) -> None:
+    async def main() -> tuple[LocalSwarm, list[str]]:
+        swarm, view = swarm_in(tmp_path)
+        swarm._picture.rows["trainer-0"] = Row("launch_trainer")
+        for event, step in (("goes_on", 20), ("step", 21), ("goes_on", 21), ("step", 22)):
+            swarm._report("trainer-0", {"event": event, "step": step, "seconds": 0.5, "loss": 3.0})
+        return swarm, view.lines
+
+    swarm, lines = asyncio.run(main())
+    assert lines == ["goes on after step 20/60, loss 3.0000", "step 21", "step 22"]
+    (text, values), *_ = swarm.summary(is_done=True)
+    assert text.startswith("done: 22 steps, 2 of them now, in ")
+    assert values["new_steps"] == 2
 
 
 def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
 @pytest.mark.parametrize(("program", "argv", "message"), [
     ("export_model", ["--checkpoints", ".", "--out", ""], "--out: '' is no path"),
     ("export_model", ["--checkpoints", "", "--out", "x"], "--checkpoints: '' is no path"),
+    ("export_model", ["--checkpoints", ".", "--out", "/dev/null"], "--out: /dev/null is no directory"),
+    ("export_model", ["--checkpoints", ".", "--out", "x", "--model", ""], "--model: '' names nothing"),
+    ("launch_backbone", ["--run", ".", "--public-host", ""], "--public-host: '' names nothing"),
     ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
     ("launch_local", ["--data", ""], "--data: '' is no path"),
     ("launch_local", ["--peers-per-stage", "1000000"], "--peers-per-stage: 1000000 is more than 1024"),

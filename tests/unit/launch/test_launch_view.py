@@ -46,14 +46,19 @@ def test_the_live_picture_shows_processes_and_progress() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(draw(picture))
     text = console.export_text()
+    picture.step = LINE | {"seconds": 0.0}
+    console.print(draw(picture))
+    assert "tokens/s" not in console.export_text(), "nobody has seen how long it took"
     for expected in ("stage-0-0", "127.0.0.1:4000", "killed by SIGKILL", "step 12/60", "loss 2.9100", "eval loss 3.1000"):
         assert expected in text
 
 
-@pytest.mark.parametrize(("step", "shown"), [(-1, "step -, head -"), (0, "step 0, head -"), (7, "step 7, head -")])
+@pytest.mark.parametrize(
+    ("step", "shown"), [(-1, "step - of 60, head -"), (0, "step 0 of 60, head -"), (7, "step 7 of 60, head -")]
+)
 def test_a_peer_that_knows_no_step_yet_shows_none(step: int, shown: str) -> None:
     member = Member(peer="a" * 40, incarnation="b" * 16, host="127.0.0.1", port=4000)
-    reply = StatusReply(role="backbone", member=member, step=step, state="watching")
+    reply = StatusReply(role="backbone", member=member, step=step, state="watching", detail={"total_steps": 60})
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table_of(reply, {Address("127.0.0.1", 4001): "silent"}))
     text = console.export_text()

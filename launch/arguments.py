@@ -26,6 +26,7 @@ EXIT_USAGE = 2
 
 #: Of one kind, for each stage or in all.
 MAX_PROCESSES = 1024
+MAX_THREADS = 1024
 
 #: Computed from the data, so never given on a command line.
 _COMPUTED_FIELDS = frozenset({"data_digest", "tokenizer_digest", "weights", "weights_source"})
@@ -111,6 +112,12 @@ def process_count(text: str) -> int:
     return int(text)
 
 
+def thread_count(text: str) -> int:
+    if positive_int(text) > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{text} is more than {MAX_THREADS}, the most that one process computes with")
+    return int(text)
+
+
 def count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
@@ -118,12 +125,20 @@ def count(text: str) -> int:
 
 
 def positive_seconds(text: str) -> float:
+    return _positive(text, "number of seconds")
+
+
+def positive_number(text: str) -> float:
+    return _positive(text, "number")
+
+
+def _positive(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what} above 0")
     return value
 
 

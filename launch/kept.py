@@ -23,18 +23,29 @@ class Kept:
         self._damaged.add(damage)
         return is_new
 
-    def is_lost(self, stages: Mapping[str, int]) -> bool:
-        """Checkpoints are damaged, and there is no step of which every stage has an intact one.
+    def held(self, stages: Mapping[str, int]) -> dict[int, frozenset[int]]:
+        """By stage, the steps of its intact checkpoints; {} before all processes have said.
 
         Args:
-            stages: by name, the stage of each process that lives. Nothing is lost before all of them have said.
+            stages: by name, the stage of each process that lives.
         """
-        if not self._damaged or not stages.keys() <= self.intact.keys():
-            return False
+        if not stages.keys() <= self.intact.keys():
+            return {}
         steps: dict[int, frozenset[int]] = {}
-        for name, stage in stages.items():
+        for name, stage in sorted(stages.items()):
             steps[stage] = steps.get(stage, frozenset()) | self.intact[name]
-        return not frozenset.intersection(*steps.values())
+        return steps
+
+    def is_lost(self, held: Mapping[int, frozenset[int]], *, others: bool = False) -> bool:
+        """There is no step of which every stage has an intact checkpoint, though some are damaged or each stage has one.
+
+        Args:
+            held: of `held`.
+            others: further processes, which have not said, may have what is missing if nothing is damaged.
+        """
+        if not held or frozenset.intersection(*held.values()):
+            return False
+        return bool(self._damaged) or (all(held.values()) and not others)
 
     def fault(self, num_steps: int, newest: int | None) -> str:
         """Why a run that has ended after `num_steps` is not on disk; "" if it is.
@@ -46,6 +57,11 @@ class Kept:
             return ""
         kept = "none is complete" if newest is None else f"the newest complete one is of step {newest}"
         return f"the checkpoint of step {num_steps} was not written ({kept}){f': {self.refused}' if self.refused else ''}"
+
+
+def held_text(held: Mapping[int, frozenset[int]]) -> str:
+    """For people: which stage has checkpoints of which steps."""
+    return "; ".join(f"stage {k}: {', '.join(map(str, sorted(steps))) or 'none'}" for k, steps in sorted(held.items()))
 
 
 def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:

@@ -22,9 +22,9 @@ from launch.arguments import (
     local_path,
     non_empty,
     port_number,
-    positive_int,
     process_count,
     size_bytes,
+    thread_count,
 )
 from launch.local_plan import RUN_FILE, SwarmPlan
 from launch.local_swarm import LocalSwarm
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                        help="micro-batches under way at a time, per trainer; auto adapts to what the swarm takes")
     group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
                        help="where stages compute; auto spreads them over the CUDA devices, if there are any")
-    group.add_argument("--threads", metavar="N", type=positive_int, default=None,
+    group.add_argument("--threads", metavar="N", type=thread_count, default=None,
                        help="CPU threads per stage process (default: cores / processes, at least 1)")
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
                        help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "

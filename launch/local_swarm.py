@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
-from launch.kept import Kept, newest_checkpoint
+from launch.kept import Kept, held_text, newest_checkpoint
 from launch.local_plan import Command, SwarmPlan, backbone_command, peer_commands
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
@@ -86,8 +86,8 @@ class LocalSwarm:
             found: list[Any] = await together(self._check(), self._start_backbone())
             num_devices, address = found
             here = f" --host {address.host}" if address.host in _LOOPBACK.values() else ""
-            self._view.event(f"backbone at {address}; another peer joins with: launch_stage --join {address}{here}",
-                             address=str(address))
+            join = f"launch_stage --join {address}{here} --state-dir {shlex.quote(str(self._plan.state_dir / 'joined-1'))}"
+            self._view.event(f"backbone at {address}; another peer joins with: {join}", address=str(address))
             await self._start_peers(num_devices)
             await self._until_trainers_are_done()
             grace_s = GRACE_DONE_S
@@ -205,11 +205,7 @@ class LocalSwarm:
                 self._view.event(f"{name}: {report['message']}")
         elif event == "checked":
             self._kept.intact[name] = frozenset(report["steps"])
-            if self._kept.is_lost(self._stages_of_live_processes()):
-                self._ended.put_nowait(SwarmError(
-                    f"no checkpoint in {self._plan.state_dir} is intact in every stage: delete the damaged ones to begin "
-                    "again from the initial values, or name another --state-dir"
-                ))
+            self._look_at_what_is_kept()
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
             self._step = self._picture.step = report
             self._view.step(report)
@@ -224,6 +220,22 @@ class LocalSwarm:
             if self._best is None or report["loss"] < self._best[1]:
                 self._best = self._evaluation
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
+
+    def _look_at_what_is_kept(self) -> None:
+        """A run is not begun again over what is left of it, and not unsaid."""
+        state_dir, begins = self._plan.state_dir, self._step is None
+        held = self._kept.held(self._stages_of_live_processes())
+        others = not begins or newest_checkpoint(state_dir, self._config.num_stages) is not None
+        if self._kept.is_lost(held, others=others):
+            self._ended.put_nowait(SwarmError(
+                f"no checkpoint in {state_dir} is intact in every stage ({held_text(held)}): delete that directory to begin "
+                "again from the initial values, or name another --state-dir"
+            ))
+        elif begins and any(held.values()) and not frozenset.intersection(*held.values()):
+            self._view.event(
+                f"these processes have no checkpoint of one step in {state_dir} ({held_text(held)}): unless peers that have what "
+                f"is missing join within {self._config.timing.stage_lost_s:g} s, the run begins again from its initial values"
+            )
 
     def _stages_of_live_processes(self) -> dict[str, int]:
         """By name; one that is being started counts as alive."""
@@ -304,7 +316,10 @@ class LocalSwarm:
         newest = newest_checkpoint(state_dir, self._config.num_stages)
         if newest is not None:
             export = f"export_model --checkpoints {shlex.quote(str(state_dir))} --out exported"
-            lines.append((f"checkpoint of step {newest} in {state_dir}", {"checkpoint": str(state_dir)}))
+            text = f"checkpoint of step {newest} in {state_dir}"
+            if is_done and newest < num_steps:
+                text += f": not every stage has one of step {num_steps} there, as its peers keep theirs elsewhere or nowhere"
+            lines.append((text, {"checkpoint": str(state_dir), "checkpoint_step": newest}))
             lines.append((f"export it with: {export}", {"command": export}))
             if self._best is not None and self._evaluation is not None and self._best[0] != self._evaluation[0]:
                 text = f"the best evaluation was {self._best[1]:.4f} at step {self._best[0]}: add --best to export that"

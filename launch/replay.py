@@ -18,6 +18,7 @@ from launch.arguments import (
     device_name,
     existing_path,
     positive_int,
+    positive_number,
 )
 from launch.logs import Announcer
 from launch.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
@@ -53,7 +54,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                         help="of the ticket within the step (default: the first that is recorded)")
     parser.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
                         help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
-    parser.add_argument("--tolerance", metavar="X", type=float, default=None,
+    parser.add_argument("--tolerance", metavar="X", type=positive_number, default=None,
                         help="relative difference of norms that counts as none (default, by precision: "
                         + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items()) + ")")
     add_data_options(parser.add_argument_group("data"))

@@ -85,6 +85,8 @@ def read_run_file(path: Path) -> RunFile:
     Raises:
         ConfigError: unreadable, malformed, an unknown key, or a data path that does not exist.
     """
+    if path.is_dir() or path.is_char_device():
+        raise ConfigError(f"{path}: is a {'directory' if path.is_dir() else 'device'}, not a run file")
     try:
         content = path.read_bytes()
         if path.suffix == ".json":

@@ -19,8 +19,8 @@ from launch.arguments import (
     add_run_options,
     auto_or_count,
     device_name,
-    positive_int,
     size_bytes,
+    thread_count,
 )
 from launch.lifeline import die_with_parent
 from launch.logs import Announcer
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                        "--state-dir a peer that has moved goes on where it was")
     group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
                        help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
-    group.add_argument("--threads", metavar="N", type=positive_int, default=None,
+    group.add_argument("--threads", metavar="N", type=thread_count, default=None,
                        help="threads to compute with on the CPU (default: every core)")
     group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
                        help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
@@ -118,6 +118,9 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
             reports.send("moved", stage=peer.stage, fixed=["--stage", str(peer.stage)])
             if options.state_dir is not None:
                 remember_stage(options.state_dir, context.run, peer.stage)
+
+        if options.state_dir is None and context.config.checkpoint_every:
+            announcer.say("keeps no checkpoints: name a --state-dir, unless other peers of this stage do")
 
         def checked(steps: Sequence[int], damaged: Sequence[StorageError]) -> None:
             for error in damaged:

@@ -95,6 +95,8 @@ class StagePeer:
         self.on_refused: Callable[[StorageError], None] = lambda error: None
         self._stopping = False
         self._told_end = False
+        #: Others may know of this peer.
+        self._is_known = False
         self._target: int | None = None
         self._woken = asyncio.Event()
         self._take_up(self._compute_of(stage))
@@ -170,6 +172,7 @@ class StagePeer:
         self._start_loops()
 
     def _start_loops(self) -> None:
+        self._is_known = True
         self._tasks.start(self.membership.announce_loop(), "announce", vital=True)
         self._tasks.start(self.membership.join_loop(), "membership", vital=True)
 
@@ -240,7 +243,7 @@ class StagePeer:
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         self.membership.drain()
-        told = await self._leave()
+        told = self._is_known and await self._leave()
         while loop.time() < until and (self.micro_batches.in_flight or (told and self._awaited)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         lost = self.member.held_tickets() if self._awaited else []
@@ -253,7 +256,8 @@ class StagePeer:
         )  # fmt: skip
         await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         await self._tasks.close()
-        await self.membership.withdraw()
+        if self._is_known:
+            await self.membership.withdraw()
         self._threads.close()
         self._device.close()
         await self.context.dht.close()

@@ -11,6 +11,7 @@ from simulation import Simulation, check
 from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
+from swarm.net.memory_dht import MemoryDht
 from swarm.peer.stage_peer import StagePeer
 from swarm.wire import messages as m
 
@@ -131,6 +132,31 @@ def test_what_no_commit_takes_in_time_is_given_back_at_once():
         check(simulation)
         assert held
         assert simulation.commits[2].reopened == 0, "the lost tickets were found missing only at a seal"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_stage_peer_that_is_stopped_while_it_starts_has_nobody_to_tell(monkeypatch):
+    """Its DHT node has not begun: it can neither withdraw a record nor look a coordinator up."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        simulation = Simulation(small_config(total_steps=4), seed=44)
+        await simulation.start()
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryDht, "start", never)
+            starting = asyncio.ensure_future(simulation.add_stage_peer("late", 0))
+            await asyncio.sleep(0.1)
+            starting.cancel()
+            await asyncio.wait({starting})
+        began = asyncio.get_running_loop().time()
+        await simulation.nodes.pop("late").peer.close()
+        assert asyncio.get_running_loop().time() - began < 0.5
+        await simulation.finish()
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())

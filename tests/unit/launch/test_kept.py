@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.children import Child
-from launch.kept import Kept, newest_checkpoint
+from launch.kept import Kept, held_text, newest_checkpoint
 from launch.local import parse, resolve_plan
 from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
@@ -39,14 +39,22 @@ def test_a_checkpoint_counts_when_every_stage_has_it(tmp_path: Path) -> None:
 def test_a_run_is_lost_once_all_have_said_that_no_step_is_left() -> None:
     kept, stages = Kept(), {"stage-0-0": 0, "stage-1-0": 1, "stage-1-1": 1}
     kept.intact = {"stage-0-0": frozenset({20, 40}), "stage-1-0": frozenset()}
-    assert not kept.is_lost(stages), "nothing is damaged"
     assert kept.is_news("step 40 is damaged")
     assert not kept.is_news("step 40 is damaged")
-    assert not kept.is_lost(stages), "stage-1-1 has not said yet"
+    assert not kept.is_lost(kept.held(stages)), "stage-1-1 has not said yet"
     kept.intact["stage-1-1"] = frozenset({20})
-    assert not kept.is_lost(stages)
+    assert not kept.is_lost(kept.held(stages))
     kept.intact["stage-1-1"] = frozenset({60})
-    assert kept.is_lost(stages)
+    assert kept.is_lost(kept.held(stages), others=True)
+    assert held_text(kept.held(stages)) == "stage 0: 20, 40; stage 1: 60"
+
+
+def test_a_run_is_lost_whose_stages_have_checkpoints_of_different_steps() -> None:
+    lost, begun = {0: frozenset({25, 30}), 1: frozenset({5, 10})}, {0: frozenset({5}), 1: frozenset[int]()}
+    assert Kept().is_lost(lost)
+    assert not Kept().is_lost(lost, others=True), "a peer that joins may have the rest"
+    assert not Kept().is_lost(begun), "everyone was killed while the first was written"
+    assert not Kept().is_lost({})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,8 @@ def test_a_local_run_fails_when_no_checkpoint_is_intact(tmp_path: Path) -> None:
         swarm._children["trainer-0"] = Child(
             name="trainer-0", log=tmp_path / "log", started=futures[0], ended=futures[1], _send=lambda message: None
         )
-        with pytest.raises(SwarmError, match=f"no checkpoint in {tmp_path} is intact in every stage: delete"):
+        said = rf"no checkpoint in {tmp_path} is intact in every stage \(stage 0: 20; stage 1: none\): delete"
+        with pytest.raises(SwarmError, match=said):
             await asyncio.wait_for(swarm._until_trainers_are_done(), 5.0)
         return view.lines
 
@@ -134,6 +143,21 @@ def test_a_local_run_that_stops_for_a_process_says_why_or_how_to_go_on(name: str
     else:
         assert line.startswith(f"{name} ended (exit code 1): ")
         assert line.endswith(f"RuntimeError: the last of them; see {tmp_path / 'log'}")
+
+
+def test_a_run_is_not_begun_again_over_checkpoints_of_different_steps(tmp_path: Path) -> None:
+    async def main(found: list[tuple[str, list[int]]]) -> tuple[list[str], bool]:
+        swarm, view = swarm_in(tmp_path)
+        for name, steps in found:
+            swarm._report(name, {"event": "checked", "steps": steps})
+        return view.lines, not swarm._ended.empty()
+
+    assert asyncio.run(main([("stage-0-0", [25, 30]), ("stage-1-0", [5, 10])])) == ([], True)
+    (line,), is_over = asyncio.run(main([("stage-0-0", [5]), ("stage-1-0", [])]))
+    assert not is_over
+    assert line.endswith("the run begins again from its initial values")
+    assert "(stage 0: 5; stage 1: none)" in line
+    assert asyncio.run(main([("stage-0-0", [5, 10]), ("stage-1-0", [5])])) == ([], False)
 
 
 def test_a_run_that_goes_on_tells_how_many_steps_are_new(tmp_path: Path) -> None:

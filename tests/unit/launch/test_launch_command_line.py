@@ -16,6 +16,7 @@ import pytest
 PROGRAMS = {
     "launch_stage": "launch.stage", "launch_trainer": "launch.trainer", "launch_backbone": "launch.backbone",
     "launch_local": "launch.local", "swarm_status": "launch.status", "export_model": "launch.export",
+    "replay_ticket": "launch.replay",
 }  # fmt: skip
 
 
@@ -46,7 +47,8 @@ def run_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_unknown_option_is_one_line_and_exit_code_2(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = {"launch_stage": ["--run", __file__], "launch_trainer": ["--run", __file__], "swarm_status": ["h:1"],
-                "launch_backbone": ["--run", __file__], "export_model": ["--checkpoints", ".", "--out", "x"]}
+                "launch_backbone": ["--run", __file__], "export_model": ["--checkpoints", ".", "--out", "x"],
+                "replay_ticket": ["--checkpoints", ".", "--step", "1"]}
     assert run_main(program, *required.get(program, []), "--no-such-option", "1") == 2
     assert "--no-such-option" in one_line(capsys, program)
 
@@ -62,6 +64,9 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
     ("export_model", ["--checkpoints", ".", "--out", "/dev/null"], "--out: /dev/null is no directory"),
     ("export_model", ["--checkpoints", ".", "--out", "x", "--model", ""], "--model: '' names nothing"),
     ("launch_backbone", ["--run", ".", "--public-host", ""], "--public-host: '' names nothing"),
+    ("launch_backbone", ["--run", "/dev/null"], "/dev/null: is a device, not a run file"),
+    ("launch_local", ["--threads", "99999999"], "--threads: 99999999 is more than 1024"),
+    ("replay_ticket", ["--checkpoints", ".", "--step", "1", "--tolerance", "nan"], "--tolerance: 'nan' is not a number above 0"),
     ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
     ("launch_local", ["--data", ""], "--data: '' is no path"),
     ("launch_local", ["--peers-per-stage", "1000000"], "--peers-per-stage: 1000000 is more than 1024"),

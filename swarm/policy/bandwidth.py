@@ -2,8 +2,9 @@
 
 A link shows what it carries only while enough is in flight: in most of a round everyone goes at the slowest peer's pace,
 but at its beginning each sends a window of chunks to all others as fast as it can. So the rate of a round is that of its
-best window, and rounds are averaged. In a round that is over in a few windows a fast link shows less than it carries.
-Unknown is not zero: nothing is told before a window was long enough to mean something.
+best window - of its best run of windows if it has many, since buffers on the way make some look faster than the line is -
+and rounds are averaged. In a round that is over in a few windows a fast link shows less than it carries. Unknown is not
+zero: nothing is told before a window was long enough to mean something.
 
 An auxiliary is sent no more than its share, so what it was measured to carry may be what it was asked to: `Reach` tells
 more than that, until it turns out to be too much.
@@ -12,6 +13,7 @@ more than that, until it turns out to be too much.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 #: A window of a round lasts at least this long and holds at least `MIN_BYTES`; the last one may be as short as
 #: `MIN_WINDOW_S`, and shorter if it holds `LARGE_BYTES`.
@@ -19,6 +21,11 @@ WINDOW_S = 0.1
 MIN_WINDOW_S = 0.05
 MIN_BYTES = 2**19
 LARGE_BYTES = 32 * 2**20
+#: What buffers on the way let through at once makes a single window of a slow line look fast: of a round of many windows a run
+#: of several counts, one for each so many of the round, up to so many.
+WINDOWS_PER_RUN, MAX_RUN = 10, 4
+#: Of one round; rounds that overlap without end keep the newest.
+MAX_WINDOWS = 1024
 #: Weight of the newest round in the moving average.
 ALPHA = 0.5
 #: An auxiliary that carried this part of what it had told did what was asked of it, and tells so many times as much.
@@ -34,17 +41,15 @@ class Meter:
     def __init__(self) -> None:
         self._from = 0.0
         self._before = 0
-        self._peak: float | None = None
+        #: Seconds and bytes of each window of the round.
+        self._windows: deque[tuple[float, int]] = deque(maxlen=MAX_WINDOWS)
+        #: Of the newest round alone; None if that showed nothing.
+        self.newest: float | None = None
         #: Bytes per second; None until a round was measured.
         self.rate: float | None = None
 
-    @property
-    def newest(self) -> float | None:
-        """Of the newest round alone; None if that showed nothing."""
-        return self._peak
-
     def begin_round(self, now: float, total: int) -> None:
-        self._peak = None
+        self._windows.clear()
         self._from, self._before = now, total
 
     def sample(self, now: float, total: int) -> None:
@@ -57,11 +62,19 @@ class Meter:
         elapsed_s, num_bytes = now - self._from, total - self._before
         if num_bytes >= (MIN_BYTES if elapsed_s >= MIN_WINDOW_S else LARGE_BYTES) and elapsed_s > 0:
             self._end_window(now, total)
-        if self._peak is not None:
-            self.rate = self._peak if self.rate is None else (1 - ALPHA) * self.rate + ALPHA * self._peak
+        self.newest = self._best()
+        if self.newest is not None:
+            self.rate = self.newest if self.rate is None else (1 - ALPHA) * self.rate + ALPHA * self.newest
+
+    def _best(self) -> float | None:
+        """Bytes per second of the best run of windows; None if there was no window."""
+        windows = list(self._windows)
+        num = min(max(len(windows) // WINDOWS_PER_RUN, 1), MAX_RUN)
+        runs = [windows[i : i + num] for i in range(len(windows) - num + 1)]
+        return max((sum(size for _, size in run) / sum(seconds for seconds, _ in run) for run in runs), default=None)
 
     def _end_window(self, now: float, total: int) -> None:
-        self._peak = max(self._peak or 0.0, (total - self._before) / (now - self._from))
+        self._windows.append((now - self._from, total - self._before))
         self._from, self._before = now, total
 
 

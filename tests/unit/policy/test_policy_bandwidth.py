@@ -11,6 +11,7 @@ from swarm.policy.bandwidth import (
     FORGOTTEN_S,
     GROWTH,
     LARGE_BYTES,
+    MAX_WINDOWS,
     MIN_BYTES,
     MIN_WINDOW_S,
     WINDOW_S,
@@ -59,6 +60,22 @@ def test_a_slow_link_is_measured_over_longer_windows() -> None:
     meter = Meter()
     run_round(meter, (50.0, 3e4))
     assert meter.rate == pytest.approx(3e4, rel=0.01)
+
+
+def test_a_buffer_that_lets_some_through_at_once_makes_no_line_fast() -> None:
+    rate, burst_s = 6e6, 2 * WINDOW_S
+    round_ = ((burst_s, 1.6 * rate), (burst_s, 0.4 * rate), (burst_s, rate)) * 10
+    meter = Meter()
+    run_round(meter, *round_)
+    assert rate <= meter.rate <= 1.31 * rate
+    run_round(meter, (0.5, rate), *round_, (0.5, rate))
+    assert meter.rate <= 1.31 * rate
+
+
+def test_of_a_round_without_end_the_newest_windows_are_kept() -> None:
+    meter = Meter()
+    run_round(meter, (10.0, 1e8), (2 * WINDOW_S * MAX_WINDOWS, 1e7))
+    assert meter.rate == pytest.approx(1e7)
 
 
 def test_a_short_round_counts_if_it_was_long_enough_to_mean_something_or_large() -> None:

@@ -43,10 +43,16 @@ class Meter:
         self._before = 0
         #: Seconds and bytes of each window of the round.
         self._windows: deque[tuple[float, int]] = deque(maxlen=MAX_WINDOWS)
-        #: Of the newest round alone; None if that showed nothing.
-        self.newest: float | None = None
         #: Bytes per second; None until a round was measured.
         self.rate: float | None = None
+
+    @property
+    def newest(self) -> float | None:
+        """Of the best run of windows of the newest round, so far; None if that has shown nothing."""
+        windows = list(self._windows)
+        num = min(max(len(windows) // WINDOWS_PER_RUN, 1), MAX_RUN)
+        runs = [windows[i : i + num] for i in range(len(windows) - num + 1)]
+        return max((sum(size for _, size in run) / sum(seconds for seconds, _ in run) for run in runs), default=None)
 
     def begin_round(self, now: float, total: int) -> None:
         self._windows.clear()
@@ -62,16 +68,9 @@ class Meter:
         elapsed_s, num_bytes = now - self._from, total - self._before
         if num_bytes >= (MIN_BYTES if elapsed_s >= MIN_WINDOW_S else LARGE_BYTES) and elapsed_s > 0:
             self._end_window(now, total)
-        self.newest = self._best()
-        if self.newest is not None:
-            self.rate = self.newest if self.rate is None else (1 - ALPHA) * self.rate + ALPHA * self.newest
-
-    def _best(self) -> float | None:
-        """Bytes per second of the best run of windows; None if there was no window."""
-        windows = list(self._windows)
-        num = min(max(len(windows) // WINDOWS_PER_RUN, 1), MAX_RUN)
-        runs = [windows[i : i + num] for i in range(len(windows) - num + 1)]
-        return max((sum(size for _, size in run) / sum(seconds for seconds, _ in run) for run in runs), default=None)
+        newest = self.newest
+        if newest is not None:
+            self.rate = newest if self.rate is None else (1 - ALPHA) * self.rate + ALPHA * newest
 
     def _end_window(self, now: float, total: int) -> None:
         self._windows.append((now - self._from, total - self._before))
@@ -96,7 +95,7 @@ class Reach:
         if not newest or (self._told is not None and min(newest) < MET * self._told):
             self._limited_until = now + FORGOTTEN_S
         if newest:
-            self._rate = min(rates) if now < self._limited_until else GROWTH * min(newest)
+            self._rate = min(rates or newest) if now < self._limited_until else GROWTH * min(newest)
             self._heard_at = now
 
     def tell(self, now: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,16 +37,16 @@ class Kept:
             steps[stage] = steps.get(stage, frozenset()) | self.intact[name]
         return steps
 
-    def is_lost(self, held: Mapping[int, frozenset[int]], *, others: bool = False) -> bool:
+    def is_lost(self, held: Mapping[int, frozenset[int]], *, begins: bool) -> bool:
         """There is no step of which every stage has an intact checkpoint, though some are damaged or each stage has one.
 
         Args:
             held: of `held`.
-            others: further processes, which have not said, may have what is missing if nothing is damaged.
+            begins: no step has been seen yet. Later a stage's processes may be of any age, beside peers that joined.
         """
         if not held or frozenset.intersection(*held.values()):
             return False
-        return bool(self._damaged) or (all(held.values()) and not others)
+        return bool(self._damaged) or (begins and all(held.values()))
 
     def fault(self, num_steps: int, newest: int | None) -> str:
         """Why a run that has ended after `num_steps` is not on disk; "" if it is.
@@ -62,6 +63,29 @@ class Kept:
 def held_text(held: Mapping[int, frozenset[int]]) -> str:
     """For people: which stage has checkpoints of which steps."""
     return "; ".join(f"stage {k}: {', '.join(map(str, sorted(steps))) or 'none'}" for k, steps in sorted(held.items()))
+
+
+def adopt_newest(state_dir: Path, num_stages: int, peers_per_stage: int) -> list[Path]:
+    """Give the processes of each stage its part of the newest complete checkpoint, if only a peer that had joined wrote it.
+
+    Returns what was copied.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    newest, copied = newest_checkpoint(state_dir, num_stages), []
+    for stage in range(num_stages if newest is not None else 0):
+        part = Path("checkpoints", f"stage-{stage}", f"step-{newest:08d}")
+        started = [state_dir / f"stage-{stage}-{i}" for i in range(peers_per_stage)]
+        if any((peer / part).exists() for peer in started):
+            continue
+        source, target = next(state_dir.glob(f"*/{part}")), started[0] / part
+        unfinished = target.with_name(f".partial-{target.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(source, unfinished)
+        unfinished.rename(target)
+        copied.append(source)
+    return copied
 
 
 def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:

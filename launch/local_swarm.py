@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
-from launch.kept import Kept, held_text, newest_checkpoint
+from launch.kept import Kept, adopt_newest, held_text, newest_checkpoint
 from launch.local_plan import Command, SwarmPlan, backbone_command, peer_commands
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
@@ -88,6 +88,7 @@ class LocalSwarm:
             here = f" --host {address.host}" if address.host in _LOOPBACK.values() else ""
             join = f"launch_stage --join {address}{here} --state-dir {shlex.quote(str(self._plan.state_dir / 'joined-1'))}"
             self._view.event(f"backbone at {address}; another peer joins with: {join}", address=str(address))
+            await self._take_over()
             await self._start_peers(num_devices)
             await self._until_trainers_are_done()
             grace_s = GRACE_DONE_S
@@ -180,7 +181,7 @@ class LocalSwarm:
         if left:
             text += f"; stage {stage} goes on with {', '.join(left)}"
         else:
-            text += (f"; stage {stage} has no process left here: unless a peer joins it within "
+            text += (f"; stage {stage} has no process left here: unless another peer serves it, or joins within "
                      f"{self._config.timing.stage_lost_s:g} s the run fails")
         self._view.event(text)
 
@@ -221,12 +222,25 @@ class LocalSwarm:
                 self._best = self._evaluation
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
 
+    async def _take_over(self) -> None:
+        """What a peer that had joined wrote of the newest checkpoint becomes this swarm's own.
+
+        Raises:
+            SwarmError: the disk refuses.
+        """
+        state_dir, num_stages = self._plan.state_dir, self._config.num_stages
+        try:
+            copied = await asyncio.to_thread(adopt_newest, state_dir, num_stages, self._plan.peers_per_stage)
+        except OSError as error:
+            raise SwarmError(f"cannot copy the newest checkpoint within {state_dir}: {error.strerror or error}") from None
+        for path in copied:
+            self._view.event(f"goes on from a copy of {path}, which another peer wrote")
+
     def _look_at_what_is_kept(self) -> None:
         """A run is not begun again over what is left of it, and not unsaid."""
         state_dir, begins = self._plan.state_dir, self._step is None
         held = self._kept.held(self._stages_of_live_processes())
-        others = not begins or newest_checkpoint(state_dir, self._config.num_stages) is not None
-        if self._kept.is_lost(held, others=others):
+        if self._kept.is_lost(held, begins=begins):
             self._ended.put_nowait(SwarmError(
                 f"no checkpoint in {state_dir} is intact in every stage ({held_text(held)}): delete that directory to begin "
                 "again from the initial values, or name another --state-dir"

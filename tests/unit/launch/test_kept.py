@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.children import Child
-from launch.kept import Kept, held_text, newest_checkpoint
+from launch.kept import Kept, adopt_newest, held_text, newest_checkpoint
 from launch.local import parse, resolve_plan
 from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
@@ -41,20 +41,30 @@ def test_a_run_is_lost_once_all_have_said_that_no_step_is_left() -> None:
     kept.intact = {"stage-0-0": frozenset({20, 40}), "stage-1-0": frozenset()}
     assert kept.is_news("step 40 is damaged")
     assert not kept.is_news("step 40 is damaged")
-    assert not kept.is_lost(kept.held(stages)), "stage-1-1 has not said yet"
+    assert not kept.is_lost(kept.held(stages), begins=False), "stage-1-1 has not said yet"
     kept.intact["stage-1-1"] = frozenset({20})
-    assert not kept.is_lost(kept.held(stages))
+    assert not kept.is_lost(kept.held(stages), begins=False)
     kept.intact["stage-1-1"] = frozenset({60})
-    assert kept.is_lost(kept.held(stages), others=True)
+    assert kept.is_lost(kept.held(stages), begins=False)
     assert held_text(kept.held(stages)) == "stage 0: 20, 40; stage 1: 60"
 
 
 def test_a_run_is_lost_whose_stages_have_checkpoints_of_different_steps() -> None:
     lost, begun = {0: frozenset({25, 30}), 1: frozenset({5, 10})}, {0: frozenset({5}), 1: frozenset[int]()}
-    assert Kept().is_lost(lost)
-    assert not Kept().is_lost(lost, others=True), "a peer that joins may have the rest"
-    assert not Kept().is_lost(begun), "everyone was killed while the first was written"
-    assert not Kept().is_lost({})
+    assert Kept().is_lost(lost, begins=True)
+    assert not Kept().is_lost(lost, begins=False), "others have joined"
+    assert not Kept().is_lost(begun, begins=True), "everyone was killed while the first was written"
+    assert not Kept().is_lost({}, begins=True)
+
+
+def test_what_a_peer_wrote_that_had_joined_is_handed_to_the_processes_of_its_stage(tmp_path: Path) -> None:
+    for peer, stage, step in (("stage-0-0", 0, 20), ("stage-0-1", 0, 40), ("stage-1-0", 1, 20), ("joined-1", 1, 40)):
+        write(tmp_path, peer, stage, step)
+    assert [path.parts[-4] for path in adopt_newest(tmp_path, 2, 2)] == ["joined-1"]
+    assert (tmp_path / "stage-1-0" / "checkpoints" / "stage-1" / "step-00000040" / "checkpoint.json").read_text() == "{}"
+    assert adopt_newest(tmp_path, 2, 2) == [], "they have it"
+    assert len(adopt_newest(tmp_path, 2, 1)) == 1, "stage-0-1 is not started"
+    assert adopt_newest(tmp_path / "new", 2, 2) == []
 
 
 @pytest.mark.parametrize(

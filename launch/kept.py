@@ -1,4 +1,7 @@
-"""What of a local run is on disk: by the names of its checkpoints, and by what stage processes say of theirs. Asks nobody."""
+"""What of a local run is on disk: by the names of its checkpoints, and by what stage processes say of theirs. Asks nobody.
+
+Also hands its processes what others wrote below its directory.
+"""
 
 from __future__ import annotations
 

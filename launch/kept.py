@@ -6,6 +6,7 @@ Also hands its processes what others wrote below its directory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,17 +69,17 @@ def held_text(held: Mapping[int, frozenset[int]]) -> str:
     return "; ".join(f"stage {k}: {', '.join(map(str, sorted(steps))) or 'none'}" for k, steps in sorted(held.items()))
 
 
-def adopt_newest(state_dir: Path, num_stages: int, peers_per_stage: int) -> list[Path]:
-    """Give the processes of each stage its part of the newest complete checkpoint, if only a peer that had joined wrote it.
+def adopt_complete(state_dir: Path, num_stages: int, peers_per_stage: int) -> list[Path]:
+    """Give the processes of each stage its part of every complete checkpoint that only a peer that had joined wrote.
 
-    Returns what was copied.
+    Of all, since the newest may turn out to be damaged. Returns what was copied.
 
     Raises:
         OSError: the disk refuses.
     """
-    newest, copied = newest_checkpoint(state_dir, num_stages), []
-    for stage in range(num_stages if newest is not None else 0):
-        part = Path("checkpoints", f"stage-{stage}", f"step-{newest:08d}")
+    copied = []
+    for step, stage in itertools.product(sorted(_complete_steps(state_dir, num_stages)), range(num_stages)):
+        part = Path("checkpoints", f"stage-{stage}", f"step-{step:08d}")
         started = [state_dir / f"stage-{stage}-{i}" for i in range(peers_per_stage)]
         if any((peer / part).exists() for peer in started):
             continue
@@ -93,9 +94,13 @@ def adopt_newest(state_dir: Path, num_stages: int, peers_per_stage: int) -> list
 
 def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:
     """The highest number of steps for which every stage has a checkpoint below `state_dir`, by their names."""
+    return max(_complete_steps(state_dir, num_stages), default=None)
+
+
+def _complete_steps(state_dir: Path, num_stages: int) -> set[int]:
     steps: dict[int, set[int]] = {}
     for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
         with contextlib.suppress(ValueError):
             stage = int(description.parent.parent.name.removeprefix("stage-"))
             steps.setdefault(int(description.parent.name.removeprefix("step-")), set()).add(stage)
-    return max((step for step, stages in steps.items() if len(stages) >= num_stages), default=None)
+    return {step for step, stages in steps.items() if len(stages) >= num_stages}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
-from launch.kept import Kept, adopt_newest, held_text, newest_checkpoint
+from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint
 from launch.local_plan import Command, SwarmPlan, backbone_command, peer_commands
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
@@ -223,18 +223,18 @@ class LocalSwarm:
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
 
     async def _take_over(self) -> None:
-        """What a peer that had joined wrote of the newest checkpoint becomes this swarm's own.
+        """What a peer that had joined wrote of complete checkpoints becomes this swarm's own.
 
         Raises:
             SwarmError: the disk refuses.
         """
         state_dir, num_stages = self._plan.state_dir, self._config.num_stages
         try:
-            copied = await asyncio.to_thread(adopt_newest, state_dir, num_stages, self._plan.peers_per_stage)
+            copied = await asyncio.to_thread(adopt_complete, state_dir, num_stages, self._plan.peers_per_stage)
         except OSError as error:
-            raise SwarmError(f"cannot copy the newest checkpoint within {state_dir}: {error.strerror or error}") from None
+            raise SwarmError(f"cannot copy checkpoints within {state_dir}: {error.strerror or error}") from None
         for path in copied:
-            self._view.event(f"goes on from a copy of {path}, which another peer wrote")
+            self._view.event(f"copied {path}, which another peer wrote")
 
     def _look_at_what_is_kept(self) -> None:
         """A run is not begun again over what is left of it, and not unsaid."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.children import Child
-from launch.kept import Kept, adopt_newest, held_text, newest_checkpoint
+from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint
 from launch.local import parse, resolve_plan
 from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
@@ -60,11 +60,14 @@ def test_a_run_is_lost_whose_stages_have_checkpoints_of_different_steps() -> Non
 def test_what_a_peer_wrote_that_had_joined_is_handed_to_the_processes_of_its_stage(tmp_path: Path) -> None:
     for peer, stage, step in (("stage-0-0", 0, 20), ("stage-0-1", 0, 40), ("stage-1-0", 1, 20), ("joined-1", 1, 40)):
         write(tmp_path, peer, stage, step)
-    assert [path.parts[-4] for path in adopt_newest(tmp_path, 2, 2)] == ["joined-1"]
+    assert [path.parts[-4] for path in adopt_complete(tmp_path, 2, 2)] == ["joined-1"]
     assert (tmp_path / "stage-1-0" / "checkpoints" / "stage-1" / "step-00000040" / "checkpoint.json").read_text() == "{}"
-    assert adopt_newest(tmp_path, 2, 2) == [], "they have it"
-    assert len(adopt_newest(tmp_path, 2, 1)) == 1, "stage-0-1 is not started"
-    assert adopt_newest(tmp_path / "new", 2, 2) == []
+    assert adopt_complete(tmp_path, 2, 2) == [], "they have it"
+    assert len(adopt_complete(tmp_path, 2, 1)) == 1, "stage-0-1 is not started"
+    write(tmp_path, "stage-0-0", 0, 35)
+    write(tmp_path, "joined-1", 1, 35)
+    assert [path.name for path in adopt_complete(tmp_path, 2, 2)] == ["step-00000035"], "the newest may be damaged"
+    assert adopt_complete(tmp_path / "new", 2, 2) == []
 
 
 @pytest.mark.parametrize(

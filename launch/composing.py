@@ -111,6 +111,7 @@ async def compose(
         role=role,
         advertise_host=advertise_host,
         bootstrap=run.bootstrap,
+        state_dir=options.state_dir,
     )
     return context, run
 

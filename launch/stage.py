@@ -220,7 +220,6 @@ def _prepare(
                 free_bytes=lambda: device_memory(device),
                 flops_per_s=flops_per_s,
             ),
-            state_dir=options.state_dir,
         )
 
     return build, device, flops_per_s

@@ -62,7 +62,12 @@ def is_replayable(config: RunConfig, step: int) -> bool:
 
 def checkpoint_writers(config: RunConfig, record: CommitRecord, stage: int) -> tuple[Member, ...]:
     """The members of `stage` that write it."""
-    return tuple(x for x in record.members[stage] if x.ready)[: config.checkpoint_copies]
+    return tuple(x for x in record.members[stage] if x.ready and x.keeps_checkpoints)[: config.checkpoint_copies]
+
+
+def is_written_everywhere(config: RunConfig, record: CommitRecord) -> bool:
+    """Every stage has members that write it."""
+    return all(checkpoint_writers(config, record, stage) for stage in range(len(record.members)))
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from swarm.base.config import RunConfig, run_id_of
@@ -47,6 +48,8 @@ class PeerContext:
     role: Literal["stage", "trainer", "backbone"]
     advertise_host: str
     bootstrap: tuple[Address, ...] = ()
+    #: Where a stage peer's checkpoints go; None keeps none.
+    state_dir: Path | None = None
 
     @functools.cached_property
     def run(self) -> RunId:
@@ -60,5 +63,5 @@ class PeerContext:
         """This peer as others see it."""
         return Member(
             peer=self.peer, incarnation=self.incarnation, host=self.advertise_host, port=self.transport.address.port,
-            ready=ready,
+            ready=ready, keeps_checkpoints=self.state_dir is not None,
         )  # fmt: skip

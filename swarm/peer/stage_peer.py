@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from swarm.base.errors import StorageError, SwarmError
 from swarm.base.ids import Ticket
@@ -64,7 +63,6 @@ class StagePeer:
         factory: builds the stage's module.
         threads: compute, and do what must not wait for that; closed with the peer.
         machine: computes.
-        state_dir: where checkpoints go; None writes none.
     """
 
     def __init__(
@@ -75,7 +73,6 @@ class StagePeer:
         factory: StageFactory,
         threads: Threads,
         machine: Machine,
-        state_dir: Path | None = None,
     ) -> None:
         self.context = context
         self._factory = factory
@@ -84,7 +81,6 @@ class StagePeer:
         self._device = device_of(machine.device)
         if self._device.allocate is not None:
             context.transport.allocate = self._device.allocate
-        self._state_dir = state_dir
         self._budget = MemoryBudget(machine.memory_limit_bytes)
         self.link = Link(context)
         #: Called when this peer has taken up another stage.
@@ -133,8 +129,8 @@ class StagePeer:
         self.micro_batches = MicroBatchServer(self.link, self.member, claims, self._budget, self._device, self.meter)
         self.micro_batches.accepting = lambda: membership.serving
         StateDonor(self.link, self.member)
-        RestorePoints(self.link, self.member, self._state_dir, lambda *found: self.on_checked(*found))
-        Checkpoints(self.link, self.member, self._tasks, self._state_dir, lambda error: self.on_refused(error))
+        RestorePoints(self.link, self.member, self.context.state_dir, lambda *found: self.on_checked(*found))
+        Checkpoints(self.link, self.member, self._tasks, self.context.state_dir, lambda error: self.on_refused(error))
 
     def _note_end(self, record: m.CommitRecord) -> None:
         """The peer stays, for whoever needs the last state; its operator is told once that the run does not need it."""

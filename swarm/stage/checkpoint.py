@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import RunId
+from swarm.lifecycle.record import is_written_everywhere
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
@@ -147,7 +148,7 @@ def _damaged(path: Path, what: object) -> StorageError:
 def write_checkpoint(
     root: Path, stage: int, state: StageState, moments: Moments, config: RunConfig, *, config_bytes: bytes
 ) -> Path:
-    """Write one stage's committed state and prune all but the newest `checkpoint_keep`.
+    """Write one stage's committed state and prune all but the newest `checkpoint_keep`, one of them written everywhere.
 
     Raises:
         StorageError: if the disk refuses; what was there before is intact.
@@ -187,7 +188,7 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"cannot write checkpoint {target}: {error}") from None
-    _prune(parent, target, config.checkpoint_keep)
+    _prune(parent, target, config)
     return target
 
 
@@ -235,17 +236,33 @@ def stage_directory(root: Path, stage: int) -> Path:
     return root / "checkpoints" / f"stage-{stage}"
 
 
-def _prune(parent: Path, written: Path, keep: int) -> None:
-    """Keep what was just written, the best, and the newest others (after a set-back there may be later steps)."""
+def _prune(parent: Path, written: Path, config: RunConfig) -> None:
+    """Keep what was just written, the best, and the newest others (after a set-back there may be later steps).
+
+    Where none of these was written by every stage, the newest that was stays, too: the run can go on from no other.
+    """
     best = best_loss(parent)
     others = sorted(path for path in parent.glob("step-*") if path != written and not (best and path.name == best[0]))
-    for old in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(old, ignore_errors=True)
+    num_old = max(0, len(others) - (config.checkpoint_keep - 1))
+    old, kept = others[:num_old], [written, *others[num_old:]]
+    if not any(_is_everywhere(path, config) for path in kept):
+        everywhere = [path for path in old if _is_everywhere(path, config)]
+        old = [path for path in old if path not in everywhere[-1:]]
+    for path in old:
+        shutil.rmtree(path, ignore_errors=True)
     for left in [*parent.glob(".partial-*"), *parent.glob(".old-*")]:  # of processes that were killed
         if left.is_file():
             left.unlink(missing_ok=True)
         elif left != written:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_everywhere(checkpoint: Path, config: RunConfig) -> bool:
+    try:
+        record = CommitRecord.model_validate(json.loads((checkpoint / _DESCRIPTION).read_text())["record"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return is_written_everywhere(config, record)
 
 
 def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:

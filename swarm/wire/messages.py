@@ -106,6 +106,8 @@ class Member(Part):
     host: Annotated[str, StringConstraints(min_length=1, max_length=255)]
     port: Annotated[int, Field(ge=0, le=65535)]
     ready: bool = True
+    #: It has a directory for checkpoints.
+    keeps_checkpoints: bool = True
 
     @property
     def key(self) -> tuple[str, str]:

@@ -198,7 +198,9 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def _context(self, name: str, role: str, *, same_port: bool = False) -> PeerContext:
+    def _context(
+        self, name: str, role: str, *, same_port: bool = False, state_dir: Path | None = None
+    ) -> PeerContext:
         if same_port and name in self._addresses:
             address = self._addresses[name]
             self.dht_network.heal([address])
@@ -217,6 +219,7 @@ class Simulation:
             dht=MemoryDht(self.dht_network, identity=identity, address=address, replication=DHT_REPLICATION),
             rng=random.Random(self.rng.getrandbits(64)),
             role=role, advertise_host=address.host, bootstrap=tuple(live[:3]),  # type: ignore[arg-type]
+            state_dir=state_dir,
         )  # fmt: skip
 
     def _duration(self, name: str) -> Callable[[Priority], float]:
@@ -237,10 +240,11 @@ class Simulation:
         return await self._start(Node(name, context.transport.address, context.identity, peer))
 
     async def add_stage_peer(
-        self, name: str, stage: int, *, memory_limit_bytes: int = 2**30, same_port: bool = False
+        self, name: str, stage: int, *, memory_limit_bytes: int = 2**30, same_port: bool = False, keeps: bool = True
     ) -> Node:
         """A name that was there before is the same identity; with `same_port` it is found at the same address, too."""
-        context = self._context(name, "stage", same_port=same_port)
+        state_dir = self._state_dir / name if keeps and self._state_dir is not None else None
+        context = self._context(name, "stage", same_port=same_port, state_dir=state_dir)
         executor = _Executor(self, self._duration(name))
         peer = StagePeer(
             context, stage=stage, factory=self.factory,
@@ -249,7 +253,6 @@ class Simulation:
                 storage=InlineExecutor(lambda priority: 0.0005),
             ),
             machine=Machine(memory_limit_bytes=memory_limit_bytes),
-            state_dir=None if self._state_dir is None else self._state_dir / name,
         )  # fmt: skip
         node = Node(name, context.transport.address, context.identity, peer, executor)
 

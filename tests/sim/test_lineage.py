@@ -172,6 +172,54 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, comes_b
     run_virtual(main())
 
 
+def test_the_last_checkpoint_of_all_stages_stays_while_a_stage_keeps_none(tmp_path):
+    """All peers of stage 1 were replaced by one that has no directory: the other stages write on, for a set-back to them."""
+    config = small_config(total_steps=9, checkpoint_every=2, checkpoint_keep=2)
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        newcomer = await simulation.add_stage_peer("stage1.1", 1, keeps=False)
+        await after_steps(simulation, 3)
+        while not newcomer.peer.membership.serving:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await simulation.kill("stage1.0")
+        await after_steps(simulation, 9)
+        await simulation.abandon()
+        kept = {k: sorted(int(p.name[5:]) for p in tmp_path.glob(f"*/checkpoints/stage-{k}/step-*")) for k in range(3)}
+        assert kept[0] == kept[2] == [kept[1][-1], 8, 9], kept
+        second = Simulation(config, seed=14, state_dir=tmp_path)
+        await second.start(peers_per_stage=1, trainers=1)
+        await second.finish()
+        first_step = min(r.step for r in second.commits.values()) + 1
+        assert first_step == kept[1][-1]
+        second.commits = {**{s: r for s, r in simulation.commits.items() if s < first_step}, **second.commits}
+        check(second, lineages=True)
+        await second.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("keeper", [0, 1])
+def test_a_peer_without_a_directory_is_not_counted_on_to_write(tmp_path, keeper):
+    """Whichever of the two leads its stage: the other writes."""
+    config = small_config(total_steps=4, checkpoint_every=2, checkpoint_copies=1)
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.add_backbone("backbone0")
+        for stage in range(3):
+            for i in range(2):
+                await simulation.add_stage_peer(f"stage{stage}.{i}", stage, keeps=i == keeper)
+        await simulation.add_trainer("trainer0")
+        await simulation.finish()
+        await simulation.close()
+        written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/checkpoints/stage-*/step-00000004")}
+        assert written == {f"stage{k}.{keeper}/checkpoints/stage-{k}/step-00000004" for k in range(3)}
+
+    run_virtual(main())
+
+
 def cut_short(directory):
     """What a disk that lost the end of a file leaves."""
     path = directory / "parameters.safetensors"

@@ -28,7 +28,7 @@ from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.versions import StageState, Version, make_version
-from swarm.wire.messages import CommitRecord
+from swarm.wire.messages import CommitRecord, Member
 
 torch.set_num_threads(1)
 
@@ -37,10 +37,12 @@ CONFIG = RunConfig(num_stages=NUM_STAGES, checkpoint_keep=2)
 LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
 
-def record_of(num_commits: int, lineage: str) -> CommitRecord:
+def record_of(num_commits: int, lineage: str, *, everywhere: bool = False) -> CommitRecord:
+    """With `everywhere` each stage has a member that keeps checkpoints."""
+    member = Member(peer="2" * 40, incarnation="3" * 16, host="h", port=1, keeps_checkpoints=everywhere)
     return CommitRecord(
         run="1" * 64, step=num_commits - 1, head=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
-        ballot=ZERO_BALLOT, members=((),) * NUM_STAGES,
+        ballot=ZERO_BALLOT, members=((member,),) * NUM_STAGES,
     )  # fmt: skip
 
 
@@ -48,16 +50,18 @@ def moments_of(layout: Layout = LAYOUT, *, in_8_bits: bool = False) -> Moments:
     return Moments(layout, dtype=torch.float32, device="cpu", in_8_bits=in_8_bits)
 
 
-def version_of(num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT) -> Version:
+def version_of(
+    num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT, everywhere: bool = False
+) -> Version:
     masters = torch.arange(layout.num_elements, dtype=torch.float32) + 100 * num_commits + value
-    return make_version(record_of(num_commits, lineage), layout, masters, torch.float32)
+    return make_version(record_of(num_commits, lineage, everywhere=everywhere), layout, masters, torch.float32)
 
 
 def write(
     root: Path, stage: int, num_commits: int, *, value: float = 0.0, lineage: str = "a", config: RunConfig = CONFIG,
-    layout: Layout = LAYOUT, previous: Version | None = None,
+    layout: Layout = LAYOUT, previous: Version | None = None, everywhere: bool = False,
 ) -> Path:  # fmt: skip
-    version = version_of(num_commits, value=value, lineage=lineage, layout=layout)
+    version = version_of(num_commits, value=value, lineage=lineage, layout=layout, everywhere=everywhere)
     optimizer = OptimizerState({"first": version.masters * 0.5, "second": version.masters * 0.25}, num_commits)
     state = StageState(version, optimizer, previous)
     return write_checkpoint(root, stage, state, moments_of(layout), config, config_bytes=b'{"verbatim":  1}')
@@ -188,6 +192,21 @@ def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
         write(tmp_path, 0, num_commits, lineage="a")
     directory = write(tmp_path, 0, 20, lineage="b")
     assert directory.is_dir()
+
+
+def test_the_newest_that_every_stage_wrote_stays(tmp_path: Path) -> None:
+    """However many of this stage alone follow it."""
+    for num_commits in (10, 20):
+        write(tmp_path, 0, num_commits, everywhere=True)
+    for num_commits in (30, 40, 50):
+        write(tmp_path, 0, num_commits)
+    (tmp_path / "checkpoints" / "stage-0" / "step-00000040" / "checkpoint.json").write_text("damaged")
+    write(tmp_path, 0, 60)
+    kept = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints" / "stage-0").iterdir())
+    assert kept == [20, 50, 60]
+    write(tmp_path, 0, 70, everywhere=True)
+    write(tmp_path, 0, 80)
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints" / "stage-0").iterdir()) == [70, 80]
 
 
 def test_nothing_partial_remains(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from launch.status import ask
 from models.registry import factory_of
 from swarm.base.config import TIMING_PRESETS, RunConfig, parse_config_bytes
 from swarm.base.errors import SwarmError
-from swarm.base.ids import Address, Ticket
+from swarm.base.ids import MAX_TICKETS, Address, Ticket
 from swarm.lifecycle.record import genesis_record
 from swarm.net.http import HttpTransport
 from swarm.stage.compute import StageCompute
@@ -88,7 +88,7 @@ def config_of(shape: Shape, precision: str) -> RunConfig:
         name="wan", model="causal-lm", num_stages=2, sequence_length=shape.sequence, micro_batch_size=shape.micro_batch,
         model_options={"model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
                        "num_hidden_layers": 2, "num_attention_heads": shape.heads, "vocab_size": 256, **narrow},
-        target_batch_size=shape.micro_batch * 10**6, total_steps=10, eval_samples=0, checkpoint_every=0,
+        target_batch_size=shape.micro_batch * MAX_TICKETS, total_steps=10, eval_samples=0, checkpoint_every=0,
         precision=precision, compression="8bit", timing=TIMING_PRESETS["wan"] | {"genesis_quiet_s": 1.0},
     )  # fmt: skip
 

@@ -62,7 +62,10 @@ def with_stages(
 
     number, reason = fewest_stages(_factory_of(config).cost.loads(config), peer_memory - LEAST_IN_FLIGHT_BYTES)
     if number is None:
-        raise ConfigError(f"--peer-memory {peer_memory}: {reason}; the model cannot be served by such peers")
+        raise ConfigError(
+            f"--peer-memory {peer_memory}: {reason}, and micro-batches under way {LEAST_IN_FLIGHT_BYTES}; the model cannot be "
+            "served by such peers"
+        )
     return {**overrides, "num_stages": number}, reason
 
 

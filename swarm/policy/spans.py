@@ -71,7 +71,7 @@ def fewest_stages(loads: Loads, max_bytes: int) -> tuple[int | None, str]:
         ((n, loads.of(range(n, n + 1)).num_bytes) for n in range(len(loads.layers))), key=lambda pair: pair[1]
     )
     besides = " and what its stage has besides" if number in (0, len(loads.layers) - 1) else " alone"
-    return None, f"layer {number}{besides} takes {most} bytes of {max_bytes}"
+    return None, f"layer {number}{besides} takes {most} bytes"
 
 
 class _Table:

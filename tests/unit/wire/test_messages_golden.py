@@ -19,8 +19,12 @@ INCARNATION = "ab" * 8
 RUN, HEAD = "cc" * 32, "dd" * 32
 MEMBER = Member(peer=PEER, incarnation=INCARNATION, host="10.0.0.1", port=7000)
 OTHER_MEMBER = Member(peer=OTHER, incarnation=INCARNATION, host="fe80::1", port=7001, ready=False)
-MEMBER_JSON = f'{{"peer":"{PEER}","incarnation":"{INCARNATION}","host":"10.0.0.1","port":7000,"ready":true}}'
-OTHER_JSON = f'{{"peer":"{OTHER}","incarnation":"{INCARNATION}","host":"fe80::1","port":7001,"ready":false}}'
+MEMBER_JSON = (
+    f'{{"peer":"{PEER}","incarnation":"{INCARNATION}","host":"10.0.0.1","port":7000,"ready":true,"keeps_checkpoints":true}}'
+)
+OTHER_JSON = (
+    f'{{"peer":"{OTHER}","incarnation":"{INCARNATION}","host":"fe80::1","port":7001,"ready":false,"keeps_checkpoints":true}}'
+)
 
 GENESIS = CommitRecord(
     run=RUN,
@@ -64,7 +68,7 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "train": (
         TRAIN,
-        "5357524d01000000 00000301 000000000000001a",
+        "5357524d01000000 0000034c 000000000000001a",
         '{"tensors":[{"name":"hidden","dtype":"float32","shape":[2,3],"codec":"8bit","role":"input"},'
         '{"name":"labels","dtype":"int64","shape":[2],"codec":"raw","role":"label"}],"kind":"train",'
         f'"run":"{RUN}","mode":"train","ticket":[3,14],"head":"{HEAD}","stage":1,'
@@ -81,7 +85,7 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "commit of a genesis record": (
         Commit(record=GENESIS),
-        "5357524d01000000 0000036d 0000000000000000",
+        "5357524d01000000 000003b8 0000000000000000",
         f'{{"tensors":[],"kind":"commit","record":{{"run":"{RUN}","era":0,"step":-1,"head":"{HEAD}","previous_head":"",'
         f'"ballot":[1,"{PEER}"],"members":[[{MEMBER_JSON}],[{OTHER_JSON},{MEMBER_JSON}]],"results":[],"tokens":0,'
         '"loss_sum":0.0,"grad_norm":0.0,"clip_coefficient":1.0,"learning_rate":0.003,"skipped":false,"loss_scale":1.0,"scale_age":0,"reopened":0,'

@@ -333,6 +333,8 @@ def main() -> None:
         Path(options.part).write_text(json.dumps(result))
         return
     results = in_parallel(options)
+    if not results:
+        raise SystemExit("no shape was measured; what was there before stays")
     rows = []
     for result in results:
         published = dict(zip(DELAYS_MS, PUBLISHED.get(result["shape"], ()), strict=False))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
-from swarm.wire.messages import Member, Seal, StageResult, Term, TiedDigests
+from swarm.wire.messages import MAX_SAVED, Member, Seal, StageResult, Term, TiedDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ def stage_result(
         loss_sum=sum(seal.loss_sum for seal in seals),
         holders=holders,
         tied=tied,
+        saved=tuple(sorted({step for seal in seals for step in seal.saved})[-MAX_SAVED:]),
     )
 
 

@@ -61,13 +61,13 @@ def is_replayable(config: RunConfig, step: int) -> bool:
 
 
 def checkpoint_writers(config: RunConfig, record: CommitRecord, stage: int) -> tuple[Member, ...]:
-    """The members of `stage` that write it."""
-    return tuple(x for x in record.members[stage] if x.ready and x.keeps_checkpoints)[: config.checkpoint_copies]
+    """The members of `stage` that write it: of those with a directory the first `checkpoint_copies`.
 
-
-def is_written_everywhere(config: RunConfig, record: CommitRecord) -> bool:
-    """Every stage has members that write it."""
-    return all(checkpoint_writers(config, record, stage) for stage in range(len(record.members)))
+    All of them, if not even the last checkpoint but one is on every stage's disk: those that were to write may not be able to.
+    """
+    able = tuple(x for x in record.members[stage] if x.ready and x.keeps_checkpoints)
+    is_late = 0 < 2 * config.checkpoint_every < record.step + 1 - record.saved
+    return able if is_late else able[: config.checkpoint_copies]
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
@@ -134,7 +134,13 @@ def decide(
         scale_age=age if config.precision == "fp16" else 0,
         reopened=reopened,
         moves=moves,
+        saved=max(previous.saved, max(saved_by_all(results), default=0)),
     )
+
+
+def saved_by_all(results: Sequence[StageResult]) -> set[int]:
+    """Numbers of commits of the checkpoints that some member of every stage has on disk."""
+    return set.intersection(*(set(result.saved) for result in results)) if results else set()
 
 
 def fault_of(config: RunConfig, record: CommitRecord) -> str:

@@ -133,7 +133,7 @@ class Ledger:
     def move(self, event: str) -> None:
         self.state = STEP.next(self.state, event)
 
-    def seal(self, member: Member, head: str, state_digest: str) -> Seal:
+    def seal(self, member: Member, head: str, state_digest: str, saved: tuple[int, ...] = ()) -> Seal:
         return Seal(
             member=member,
             ledger=tuple(sorted(self.entries)),
@@ -142,4 +142,5 @@ class Ledger:
             loss_sum=sum(self.entries[index].loss_sum for index in sorted(self.entries)),
             head=head,
             state_digest=state_digest,
+            saved=saved,
         )

@@ -12,7 +12,7 @@ from swarm.lifecycle.record import checkpoint_writers, is_checkpoint_due
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.stage_member import StageMember
-from swarm.stage.checkpoint import best_loss, mark_best, stage_directory, write_checkpoint
+from swarm.stage.checkpoint import best_loss, mark_best, saved_steps, stage_directory, write_checkpoint
 from swarm.stage.executor import Priority
 from swarm.stage.versions import StageState
 from swarm.wire import messages as m
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The first `checkpoint_copies` members of the stage write them.
+    """`checkpoint_copies` members of the stage write them (`checkpoint_writers`), and say so in their seals.
 
     A disk that refuses is one error, which `on_refused` is told, and training goes on.
     """
@@ -34,6 +34,7 @@ class Checkpoints:
         self._on_refused = on_refused
         self._tasks = tasks
         self._state_dir = state_dir
+        self._era = 0
         member.on_commit.append(self._on_commit)
         link.register(m.Evaluated, self._on_evaluated)
 
@@ -43,6 +44,8 @@ class Checkpoints:
         return self._state_dir is not None and member.me.key in writers and member.versions.newest.head == record.head
 
     def _on_commit(self, record: m.CommitRecord) -> None:
+        if record.era != self._era:
+            self._era, self._member.saved = record.era, ()
         if is_checkpoint_due(self._member.config, record) and self._writes(record):
             state = self._member.versions.state()
             self._tasks.start(self._write(state, None), f"checkpoint of step {record.step + 1}")
@@ -62,7 +65,7 @@ class Checkpoints:
         member, root = self._member, self._state_dir
         assert root is not None
 
-        def job() -> Path | None:
+        def job() -> tuple[Path, tuple[int, ...]] | None:
             directory = stage_directory(root, member.stage)
             if loss is not None:
                 best = best_loss(directory)
@@ -73,13 +76,16 @@ class Checkpoints:
             )
             if loss is not None:
                 mark_best(path, loss)
-            return path
+            return path, saved_steps(root, member.stage, (*member.saved, state.version.num_commits))
 
         try:
-            path = (await member.storage.run(job, Priority.EVALUATION)).value
+            written = (await member.storage.run(job, Priority.EVALUATION)).value
         except StorageError as error:
             logger.error("%s; training goes on", error)
             self._on_refused(error)
         else:
-            if path is not None:
+            if written is not None:
+                path, saved = written
+                if member.record is not None and member.record.era == state.version.record.era:
+                    member.saved = saved
                 logger.info("checkpoint %s%s", path, "" if loss is None else f", the best so far: {loss:.4f}")

@@ -193,8 +193,7 @@ class CommittedState:
             elif record.previous_head == self.versions.newest.head:
                 await self._apply(record)
             elif record.head != self.versions.newest.head:
-                level = logging.INFO if known is None else logging.WARNING  # a newcomer has yet to copy its state
-                logger.log(level, "behind: record of step %d does not follow this peer's version", record.step)
+                logger.info("behind: record of step %d does not follow this peer's version", record.step)
             for step in [s for s in self.steps if s <= record.step]:
                 del self.steps[step]
             for callback in self.on_commit:

@@ -76,9 +76,10 @@ class Lineage:
             ))
             for k, xs in enumerate(peers)
         )  # fmt: skip
-        return restoring_record(
-            held.records[best.head], era=max(era, best.era + 1), ballot=self._reign.ballot, members=members
-        )
+        record = held.records[best.head]
+        if is_checkpoint_due(self._reign.config, record):
+            record = record.model_copy(update={"saved": record.step + 1})
+        return restoring_record(record, era=max(era, best.era + 1), ballot=self._reign.ballot, members=members)
 
     async def _held(self, peers: list[list[m.Member]]) -> _Held:
         records: dict[str, m.CommitRecord] = {}

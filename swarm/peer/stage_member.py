@@ -44,6 +44,8 @@ class StageMember(CommittedState):
         self.carries = LinkMeters(link.context.transport)
         #: Of slices, reduced slices and copies of averages, as coded, since the start; counted by `rounds.py`.
         self.average_bytes_sent = 0
+        #: Numbers of commits of the checkpoints that this peer has written in this era and still has; see `checkpoints.py`.
+        self.saved: tuple[int, ...] = ()
         #: What this peer has done so far; see `load.py`.
         self.load: Callable[[], m.Load | None] = lambda: None
         for kind, handler in ((m.Collect, self._on_collect), (m.Revoke, self._on_revoke), (m.Elect, self._on_elect)):
@@ -136,7 +138,7 @@ class StageMember(CommittedState):
                 state.accumulator.settle()
                 ledger.collect(message.term, freeze=False)
             head = self.versions.newest.head
-            return ledger.seal(self.me, head, self._digest_at(head))
+            return ledger.seal(self.me, head, self._digest_at(head), self.saved)
 
         seal = (await self.executor.run(job, Priority.CONTROL)).value
         state.leader = message.leader

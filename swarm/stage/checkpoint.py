@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import RunId
-from swarm.lifecycle.record import is_written_everywhere
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
@@ -148,14 +148,14 @@ def _damaged(path: Path, what: object) -> StorageError:
 def write_checkpoint(
     root: Path, stage: int, state: StageState, moments: Moments, config: RunConfig, *, config_bytes: bytes
 ) -> Path:
-    """Write one stage's committed state and prune all but the newest `checkpoint_keep`, one of them written everywhere.
+    """Write one stage's committed state and prune all but the newest `checkpoint_keep` and the one that all stages have.
 
     Raises:
         StorageError: if the disk refuses; what was there before is intact.
     """
     version, optimizer = state.version, state.optimizer
     parent = stage_directory(root, stage)
-    target = parent / f"step-{version.num_commits:08d}"
+    target = parent / _name_of(version.num_commits)
     partial = parent / f".partial-{version.num_commits:08d}-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def write_checkpoint(
             "config": config_bytes.decode(),
             "blake3": digests,
         }
-        (partial / _DESCRIPTION).write_text(json.dumps(meta))
+        (partial / _DESCRIPTION).write_text(json.dumps({**meta, "digest": _digest_of(meta)}))
         for file in partial.iterdir():
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
@@ -188,8 +188,13 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"cannot write checkpoint {target}: {error}") from None
-    _prune(parent, target, config)
+    _prune(parent, target, config.checkpoint_keep, version.record.saved)
     return target
+
+
+def _digest_of(meta: dict[str, object]) -> str:
+    """Of a description without its digest."""
+    return blake3(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _put_in_place(partial: Path, target: Path) -> None:
@@ -236,33 +241,31 @@ def stage_directory(root: Path, stage: int) -> Path:
     return root / "checkpoints" / f"stage-{stage}"
 
 
-def _prune(parent: Path, written: Path, config: RunConfig) -> None:
+def _name_of(num_commits: int) -> str:
+    return f"step-{num_commits:08d}"
+
+
+def saved_steps(root: Path, stage: int, steps: Iterable[int]) -> tuple[int, ...]:
+    """Those of `steps`, numbers of commits, of which the stage has a checkpoint below `root`, by their names; ascending."""
+    directory = stage_directory(root, stage)
+    return tuple(sorted(step for step in set(steps) if (directory / _name_of(step)).is_dir()))
+
+
+def _prune(parent: Path, written: Path, keep: int, saved: int) -> None:
     """Keep what was just written, the best, and the newest others (after a set-back there may be later steps).
 
-    Where none of these was written by every stage, the newest that was stays, too: the run can go on from no other.
+    So does that of `saved` commits, which all stages have: until they have a newer one the run can go on from no other.
     """
     best = best_loss(parent)
     others = sorted(path for path in parent.glob("step-*") if path != written and not (best and path.name == best[0]))
-    num_old = max(0, len(others) - (config.checkpoint_keep - 1))
-    old, kept = others[:num_old], [written, *others[num_old:]]
-    if not any(_is_everywhere(path, config) for path in kept):
-        everywhere = [path for path in old if _is_everywhere(path, config)]
-        old = [path for path in old if path not in everywhere[-1:]]
-    for path in old:
-        shutil.rmtree(path, ignore_errors=True)
+    for old in others[: max(0, len(others) - (keep - 1))]:
+        if old.name != _name_of(saved):
+            shutil.rmtree(old, ignore_errors=True)
     for left in [*parent.glob(".partial-*"), *parent.glob(".old-*")]:  # of processes that were killed
         if left.is_file():
             left.unlink(missing_ok=True)
         elif left != written:
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_everywhere(checkpoint: Path, config: RunConfig) -> bool:
-    try:
-        record = CommitRecord.model_validate(json.loads((checkpoint / _DESCRIPTION).read_text())["record"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
-    return is_written_everywhere(config, record)
 
 
 def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -293,6 +296,11 @@ def scan(
                 meta = json.loads(path.read_text())
                 if isinstance(meta, dict) and "blake3" not in meta and "digests" in meta:
                     raise StorageError(f"{path} was written by an earlier version, which alone can read it")
+                digest = meta.pop("digest", None)  # older ones have none
+                if digest is not None and digest != _digest_of(meta):
+                    raise ValueError("its digest differs from the one written with it")
+                if path.parent.parent != stage_directory(path.parents[3], meta["stage"]):
+                    raise ValueError(f"it is of stage {meta['stage']}")
                 previous, best = meta["previous"], best_loss(path.parent.parent)
                 found.append(StageCheckpoint(
                     directory=path.parent,

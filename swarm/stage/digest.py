@@ -26,8 +26,10 @@ _LEAST_SQUARES, _MOST_SQUARES = 1e-20, 1e38
 _THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Of any shape, on its device; a stage may have no trained parameter, and what is empty has no stride to view it by."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def digest_of(tensors: Iterable[torch.Tensor], *, tick: Callable[[], None] = lambda: None) -> str:
@@ -39,7 +41,7 @@ def digest_of(tensors: Iterable[torch.Tensor], *, tick: Callable[[], None] = lam
     is_large = sum(tensor.nbytes for tensor in tensors) > _PIECE_BYTES  # starting threads takes time, too
     state = blake3(max_threads=_THREADS if is_large else 1)
     for tensor in tensors:
-        for piece in _pieces(_bytes(tensor)):
+        for piece in _pieces(_bytes(tensor).cpu().numpy()):
             state.update(piece.data)
             tick()
     return state.hexdigest()
@@ -89,11 +91,11 @@ def checksum_of(tensors: Iterable[torch.Tensor]) -> str:
     """
     state = blake3()
     for tensor in tensors:
-        words = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        words = _bytes(tensor)
         whole = words.numel() - words.numel() % (8 * _LANES)
         if whole:
             state.update(_lanes(words[:whole]).view(np.uint8).data)
-        state.update(_bytes(words[whole:]).data)
+        state.update(words[whole:].cpu().numpy().data)
     return state.hexdigest()
 
 

@@ -125,6 +125,11 @@ class Term(Part):
         return (self.ballot.counter, self.ballot.coordinator, self.n)
 
 
+#: Numbers of commits of the checkpoints that were written in this era and are still on disk.
+MAX_SAVED = 16
+SavedSteps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast(), Field(max_length=MAX_SAVED)]
+
+
 class Seal(Part):
     """A peer's frozen ledger for one attempt: what its accumulator of a step holds."""
 
@@ -137,6 +142,7 @@ class Seal(Part):
     #: Head of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
     head: DigestField
     state_digest: str = ""
+    saved: SavedSteps = ()
 
 
 #: Name of each tie, and digest of its sum over stages.
@@ -159,6 +165,8 @@ class StageResult(Part):
     holders: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     #: Name and digest of the sum over stages of each tied parameter that this stage holds a copy of.
     tied: TiedDigests = ()
+    #: Of all its members.
+    saved: SavedSteps = ()
 
 
 class Move(Part):
@@ -231,6 +239,8 @@ class CommitRecord(Part):
     moves: Annotated[tuple[Move, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     #: What holds from here on; a new coordinator takes it over.
     order: Order = Order()
+    #: Number of commits of the newest checkpoint that every stage is known to have on disk; 0 if none is.
+    saved: Annotated[int, Field(ge=0)] = 0
 
     @property
     def loss(self) -> float:

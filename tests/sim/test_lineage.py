@@ -9,7 +9,9 @@ import pytest
 from simulation import Simulation, check
 from small_model import small_config
 
+from swarm.base.errors import StorageError
 from swarm.base.virtual_time import run_virtual
+from swarm.stage.checkpoint import write_checkpoint
 
 
 async def after_steps(simulation, steps, *, within_s=200.0):
@@ -196,6 +198,38 @@ def test_the_last_checkpoint_of_all_stages_stays_while_a_stage_keeps_none(tmp_pa
         second.commits = {**{s: r for s, r in simulation.commits.items() if s < first_step}, **second.commits}
         check(second, lineages=True)
         await second.close()
+
+    run_virtual(main())
+
+
+def test_the_last_checkpoint_of_all_stages_stays_while_a_disk_refuses(tmp_path, monkeypatch):
+    """Of one of two peers, which alone was to write: the other takes over when two checkpoints are missing."""
+    config = small_config(total_steps=16, checkpoint_every=2, checkpoint_keep=1, checkpoint_copies=1)
+    refusing = set()
+
+    def write(root, *args, **options):
+        if root.name in refusing:
+            raise StorageError(f"cannot write checkpoint {root}: No space left on device")
+        return write_checkpoint(root, *args, **options)
+
+    monkeypatch.setattr("swarm.peer.checkpoints.write_checkpoint", write)
+
+    def kept():
+        return {k: sorted(int(p.name[5:]) for p in tmp_path.glob(f"*/checkpoints/stage-{k}/step-*")) for k in range(3)}
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 3)
+        [writer] = {path.parts[-4] for path in tmp_path.glob("*/checkpoints/stage-1/step-00000002")}
+        refusing.add(writer)
+        await after_steps(simulation, 7)
+        assert kept() == {0: [2, 6], 1: [2], 2: [2, 6]}, "the run can go on from step 2 alone"
+        await after_steps(simulation, 9)
+        assert [steps[-1] for steps in kept().values()] == [8, 8, 8]
+        await simulation.finish()
+        check(simulation, lineages=True)
+        await simulation.close()
 
     run_virtual(main())
 

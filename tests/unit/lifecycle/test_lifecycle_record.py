@@ -14,6 +14,7 @@ from swarm.lifecycle.coverage import torn_tie
 from swarm.lifecycle.record import (
     FIRST_LOSS_SCALE,
     SCALE_GROWTH_STEPS,
+    checkpoint_writers,
     clip_coefficient,
     decide,
     fault_of,
@@ -191,6 +192,27 @@ def test_a_restoring_record_names_the_same_version_in_the_next_era() -> None:
     assert restored.era == record.era + 1
     following = decided(result("d"), result("f"), previous=restored)
     assert following.era == restored.era, "what comes after stays in the era"
+
+
+def test_a_record_names_the_newest_checkpoint_that_every_stage_has() -> None:
+    first = decided(result("d", saved=(2, 4)), result("e", saved=(4, 6)))
+    assert first.saved == 4
+    assert decided(result("d", saved=(6,)), result("e"), previous=first).saved == 4, "whoever has it may be away"
+    assert decided(result("d", saved=(2,)), result("e", saved=(2,)), previous=first).saved == 4
+    assert decided(result("d", saved=(4, 8)), result("e", saved=(8,)), previous=first).saved == 8
+
+
+def test_all_write_where_those_who_were_to_write_could_not() -> None:
+    config = CONFIG.model_copy(update={"checkpoint_every": 5, "checkpoint_copies": 1})
+    four = tuple(
+        Member(peer=digit * 40, incarnation="b" * 16, host="h", port=1, ready=digit != "a", keeps_checkpoints=digit != "b")
+        for digit in "abcd"
+    )
+    due = decided(result("d"), result("e"), members=(four, four)).model_copy(update={"step": 19})
+    assert checkpoint_writers(config, due.model_copy(update={"saved": 10}), 0) == four[2:3]
+    assert checkpoint_writers(config, due.model_copy(update={"saved": 5}), 0) == four[2:]
+    last_only = config.model_copy(update={"checkpoint_every": 0})
+    assert checkpoint_writers(last_only, due, 1) == four[2:3]
 
 
 def test_averages_that_disagree_on_a_tied_sum_are_never_decided_on() -> None:

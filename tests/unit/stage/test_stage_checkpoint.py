@@ -20,6 +20,7 @@ from swarm.stage.checkpoint import (
     find_complete,
     mark_best,
     require_own,
+    saved_steps,
     scan,
     use_complete,
     write_checkpoint,
@@ -28,7 +29,7 @@ from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.versions import StageState, Version, make_version
-from swarm.wire.messages import CommitRecord, Member
+from swarm.wire.messages import CommitRecord
 
 torch.set_num_threads(1)
 
@@ -37,12 +38,10 @@ CONFIG = RunConfig(num_stages=NUM_STAGES, checkpoint_keep=2)
 LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
 
-def record_of(num_commits: int, lineage: str, *, everywhere: bool = False) -> CommitRecord:
-    """With `everywhere` each stage has a member that keeps checkpoints."""
-    member = Member(peer="2" * 40, incarnation="3" * 16, host="h", port=1, keeps_checkpoints=everywhere)
+def record_of(num_commits: int, lineage: str, *, saved: int = 0) -> CommitRecord:
     return CommitRecord(
         run="1" * 64, step=num_commits - 1, head=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
-        ballot=ZERO_BALLOT, members=((member,),) * NUM_STAGES,
+        ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, saved=saved,
     )  # fmt: skip
 
 
@@ -51,17 +50,17 @@ def moments_of(layout: Layout = LAYOUT, *, in_8_bits: bool = False) -> Moments:
 
 
 def version_of(
-    num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT, everywhere: bool = False
+    num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT, saved: int = 0
 ) -> Version:
     masters = torch.arange(layout.num_elements, dtype=torch.float32) + 100 * num_commits + value
-    return make_version(record_of(num_commits, lineage, everywhere=everywhere), layout, masters, torch.float32)
+    return make_version(record_of(num_commits, lineage, saved=saved), layout, masters, torch.float32)
 
 
 def write(
     root: Path, stage: int, num_commits: int, *, value: float = 0.0, lineage: str = "a", config: RunConfig = CONFIG,
-    layout: Layout = LAYOUT, previous: Version | None = None, everywhere: bool = False,
+    layout: Layout = LAYOUT, previous: Version | None = None, saved: int = 0,
 ) -> Path:  # fmt: skip
-    version = version_of(num_commits, value=value, lineage=lineage, layout=layout, everywhere=everywhere)
+    version = version_of(num_commits, value=value, lineage=lineage, layout=layout, saved=saved)
     optimizer = OptimizerState({"first": version.masters * 0.5, "second": version.masters * 0.25}, num_commits)
     state = StageState(version, optimizer, previous)
     return write_checkpoint(root, stage, state, moments_of(layout), config, config_bytes=b'{"verbatim":  1}')
@@ -194,19 +193,16 @@ def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
     assert directory.is_dir()
 
 
-def test_the_newest_that_every_stage_wrote_stays(tmp_path: Path) -> None:
+def test_the_newest_that_every_stage_has_stays(tmp_path: Path) -> None:
     """However many of this stage alone follow it."""
-    for num_commits in (10, 20):
-        write(tmp_path, 0, num_commits, everywhere=True)
-    for num_commits in (30, 40, 50):
-        write(tmp_path, 0, num_commits)
-    (tmp_path / "checkpoints" / "stage-0" / "step-00000040" / "checkpoint.json").write_text("damaged")
-    write(tmp_path, 0, 60)
-    kept = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints" / "stage-0").iterdir())
-    assert kept == [20, 50, 60]
-    write(tmp_path, 0, 70, everywhere=True)
-    write(tmp_path, 0, 80)
-    assert sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints" / "stage-0").iterdir()) == [70, 80]
+    for num_commits, saved in ((10, 0), (20, 10), (30, 20), (40, 20), (50, 20), (60, 20)):
+        write(tmp_path, 0, num_commits, saved=saved)
+    assert saved_steps(tmp_path, 0, range(100)) == (20, 50, 60)
+    write(tmp_path, 0, 70, saved=60)
+    assert saved_steps(tmp_path, 0, range(100)) == (60, 70)
+    write(tmp_path, 0, 80, saved=70)
+    assert saved_steps(tmp_path, 0, range(100)) == (70, 80)
+    assert saved_steps(tmp_path, 0, (70, 90)) == (70,)
 
 
 def test_nothing_partial_remains(tmp_path: Path) -> None:
@@ -510,7 +506,9 @@ def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(
     tmp_path: Path, field: str, value: object
 ) -> None:
     path = write(tmp_path, 0, 20) / "checkpoint.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    meta = {**json.loads(path.read_text()), field: value}
+    del meta["digest"]  # those of before had none
+    path.write_text(json.dumps(meta))
     with pytest.raises(StorageError) as raised:
         scan([tmp_path])
     assert str(path) in str(raised.value)
@@ -527,6 +525,31 @@ def test_a_damaged_description_is_a_storage_error_that_names_it(tmp_path: Path, 
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
     assert "Error" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"), [('"num_updates": 20', '"num_updates": 80'), ('"era": 0', '"era": 4'), ("verbatim", "ferbatim")]
+)
+def test_a_description_that_was_altered_is_damaged(tmp_path: Path, was: str, becomes: str) -> None:
+    """Though it still reads as one."""
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    text = path.read_text()
+    assert text.count(was) == 1
+    path.write_text(text.replace(was, becomes))
+    with pytest.raises(StorageError, match="digest differs"):
+        scan([tmp_path])
+
+
+def test_a_checkpoint_of_another_stage_is_not_taken(tmp_path: Path) -> None:
+    """Somebody copied it into this one's directory."""
+    other = write(tmp_path, 1, 20)
+    there = write(tmp_path, 0, 10).parent / other.name
+    other.rename(there)
+    damaged: list[StorageError] = []
+    assert [found.directory.name for found in scan([tmp_path], stage=0, damaged=damaged)] == ["step-00000010"]
+    assert len(damaged) == 1
+    assert str(there) in str(damaged[0])
+    assert "it is of stage 1" in str(damaged[0])
 
 
 def test_a_checkpoint_of_an_earlier_version_is_not_called_damaged(tmp_path: Path) -> None:

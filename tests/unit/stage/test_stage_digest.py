@@ -32,6 +32,13 @@ def test_a_digest_is_that_of_all_bytes_in_order(parts: list[bytes]) -> None:
     assert digest_of(tensors) == blake3(b"".join(parts)).hexdigest()
 
 
+def test_nothing_has_a_digest() -> None:
+    """A stage whose parameters are all frozen trains none; what it has of them may be a view without a stride."""
+    empty = torch.zeros(1).expand(3)[:0].detach()
+    assert digest_of([torch.zeros(1)[:0].expand(0)]) == digest_of([empty]) == digest_of([])
+    assert checksum_of([empty]) == checksum_of([])
+
+
 @pytest.mark.parametrize("num_elements", [1, 9000, 40_000])
 def test_a_checksum_tells_every_element(num_elements: int) -> None:
     tensor = torch.randn(num_elements, generator=torch.Generator().manual_seed(1))

@@ -85,11 +85,11 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "commit of a genesis record": (
         Commit(record=GENESIS),
-        "5357524d01000000 000003b8 0000000000000000",
+        "5357524d01000000 000003c2 0000000000000000",
         f'{{"tensors":[],"kind":"commit","record":{{"run":"{RUN}","era":0,"step":-1,"head":"{HEAD}","previous_head":"",'
         f'"ballot":[1,"{PEER}"],"members":[[{MEMBER_JSON}],[{OTHER_JSON},{MEMBER_JSON}]],"results":[],"tokens":0,'
         '"loss_sum":0.0,"grad_norm":0.0,"clip_coefficient":1.0,"learning_rate":0.003,"skipped":false,"loss_scale":1.0,"scale_age":0,"reopened":0,'
-        '"moves":[],"order":{"paused":false}}}',
+        '"moves":[],"order":{"paused":false},"saved":0}}',
         b"",
     ),
 }

@@ -247,8 +247,8 @@ class LocalSwarm:
             ))
         elif begins and any(held.values()) and not frozenset.intersection(*held.values()):
             self._view.event(
-                f"these processes have no checkpoint of one step in {state_dir} ({held_text(held)}): unless peers that have what "
-                f"is missing join within {self._config.timing.stage_lost_s:g} s, the run begins again from its initial values"
+                f"these processes have no checkpoint of one step in {state_dir} ({held_text(held)}): the run waits for peers "
+                "that have what is missing; it begins again without them only if no step has been complete in every stage"
             )
 
     def _stages_of_live_processes(self) -> dict[str, int]:

@@ -183,8 +183,8 @@ class Coordinator:
                 await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
                 continue
             ready_since = reign.now if ready_since is None else ready_since
-            reason = await self._lineage.absent_holders(peers)
-            if not reason or reign.now - ready_since > self._timing.stage_lost_s:
+            reason = await self._lineage.obstacle(peers, waited_s=reign.now - ready_since)
+            if not reason:
                 record = await self._lineage.starting_record(peers, era=0)
                 bare = without_ready(record)
                 if not bare:

@@ -55,6 +55,8 @@ class Lineage:
         stages = held.stages
         best, reason = newest_complete(stages)
         if best is None:
+            if held.records:
+                logger.error("beginning again from the initial values: %s", reason)
             members = tuple(
                 tuple(sorted(
                     (x.model_copy(update={"ready": x.key not in held.uninitialised}) for x in xs), key=lambda x: not x.ready
@@ -95,10 +97,22 @@ class Lineage:
                     uninitialised.add(member.key)
         return _Held(records, stages, uninitialised)
 
-    async def absent_holders(self, peers: list[list[m.Member]]) -> str:
-        """Why the run should not go on with `peers` yet: others may bring a newer head from their disks; "" if none may."""
+    async def obstacle(self, peers: list[list[m.Member]], *, waited_s: float) -> str:
+        """Why the run should not go on with `peers`, for whom it has waited so long: others may bring a newer head from their
+        disks, for `stage_lost_s`; or it would begin again though every stage had a checkpoint of one step. "" if it may."""
         held = await self._held(peers)
         best, _ = newest_complete(held.stages)
+        absent = "" if waited_s > self._reign.timing.stage_lost_s else self._absent_holders(held, best)
+        if absent or best is not None or not any(record.saved for record in held.records.values()):
+            return absent
+        steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
+        has = "; ".join(f"stage {k}: {', '.join(map(str, xs)) or 'none'}" for k, xs in enumerate(steps))
+        return (
+            f"a checkpoint of one step in every stage ({has}): start a peer whose state directory has what is missing, or "
+            "all with empty ones to begin again"
+        )
+
+    def _absent_holders(self, held: _Held, best: Holding | None) -> str:
         written = [r for r in held.records.values() if is_checkpoint_due(self._reign.config, r)]
         newer = [r for r in written if best is None or (r.era, r.step) > (best.era, best.step)]
         newer.sort(key=lambda r: (r.era, r.step), reverse=True)
@@ -112,7 +126,8 @@ class Lineage:
             return ""
         names = ", ".join(peer[:8] for peer in absent)
         step, wait_s = held.records[head].step + 1, self._reign.timing.stage_lost_s
-        return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at an older one"
+        older = "" if best is None else f", else at step {best.step + 1}"
+        return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}{older}"
 
     async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
         """What it holds, and whether it can make the initial values; neither, if it does not say."""
@@ -150,8 +165,8 @@ class Lineage:
             if empty:
                 reason, since = f"a peer of stages {empty}: nobody serves them", reign.now
             else:
-                reason = await self.absent_holders(peers)
-                if not reason or reign.now - since > reign.timing.stage_lost_s:
+                reason = await self.obstacle(peers, waited_s=reign.now - since)
+                if not reason:
                     record = await self.starting_record(peers, era=reign.newest.era + 1)
                     bare = without_ready(record)
                     if not bare:

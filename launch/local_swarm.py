@@ -210,8 +210,9 @@ class LocalSwarm:
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
             self._step = self._picture.step = report
             self._view.step(report)
-        elif event == "goes_on" and self._step is None:
-            self._num_steps_before = report["step"]
+        elif event == "goes_on" and (self._step is None or report["step"] > self._step["step"]):
+            if self._step is None:  # else a trainer was started again, and steps had committed meanwhile
+                self._num_steps_before = report["step"]
             self._step = self._picture.step = report
             self._view.event(goes_on_text(report, self._config.total_steps), goes_on_after=report["step"])
         elif event == "waiting" and name == "trainer-0":

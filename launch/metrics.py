@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -18,12 +19,15 @@ from swarm.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+#: Of every line.
+_BEGINNING = b'{"step":'
+
 
 class MetricsFile:
     """Appends lines to `path`; None writes nowhere.
 
     Raises:
-        ConfigError: the file cannot be opened.
+        ConfigError: the file cannot be opened, another process writes it, or it holds something else.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -38,14 +42,19 @@ class MetricsFile:
             self._file = path.open("a+b" if self._is_kept else "wb", buffering=0) if path is not None else None
             if self._is_kept:
                 self._read()
+        except BlockingIOError:
+            raise ConfigError(f"--metrics {path}: another process writes it; name another file") from None
         except OSError as error:
             raise ConfigError(f"--metrics {path}: {error.strerror}") from None
 
     def _read(self) -> None:
         assert self._file is not None
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file.seek(0)
         offset = 0
         for text in self._file.readlines():
+            if not text.startswith(_BEGINNING[: len(text)]):
+                raise ConfigError(f"--metrics {self._path} holds something else than metrics; name another file")
             if not text.endswith(b"\n"):  # its writer was killed halfway
                 self._file.truncate(offset)
                 break
@@ -63,13 +72,13 @@ class MetricsFile:
             self._run = run
         self._lines[step] = (offset, head)
 
-    def append(self, line: dict[str, Any]) -> bool:
-        """Write one line, whole; a disk that refuses is told once, and costs the line. False if it stands there already."""
+    def append(self, line: dict[str, Any]) -> None:
+        """Write one line, whole, unless it stands there; a disk that refuses is told once, and costs the line."""
         if self._file is None:
-            return True
+            return
         run, step, head = line["run"], line["step"], line["head"]
         if run == self._run and self._lines.get(step, (0, ""))[1] == head:
-            return False
+            return
         try:
             self._forget_from(run, step)
             offset = self._file.seek(0, os.SEEK_END) if self._is_kept else 0
@@ -78,11 +87,10 @@ class MetricsFile:
             if not self._is_failing:
                 logger.error("--metrics %s: %s; training goes on, its steps are not written there", self._path, error.strerror)
             self._is_failing = True
-            return True
+            return
         self._is_failing = False
         if self._is_kept:
             self._note(run, step, offset, head)
-        return True
 
     def _forget_from(self, run: str, step: int) -> None:
         """`step` is committed anew: what stands there of it and of later ones did not last."""

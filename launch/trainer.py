@@ -66,11 +66,11 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
         def on_step(report: StepReport) -> None:
             line = report.json_line()
-            is_new = metrics.append(line)
-            if not report.seconds:  # committed in the run's life before, or before this trainer came
+            metrics.append(line)
+            if report.goes_on:
                 announcer.line(goes_on_text(line, total_steps), goes_on_after=line["step"])
                 reports.send("goes_on", **line)
-            elif is_new:
+            elif report.seconds:
                 announcer.line(step_text(line, total_steps), **line)
                 reports.send("step", **line)
 

@@ -61,7 +61,7 @@ class RoundTrips:
 class StepReport:
     """One committed step, as a trainer saw it; all but times, retries and round trips come from the record.
 
-    `seconds` is 0 if the step had committed before the trainer came: the run goes on from it.
+    `seconds` is 0 if the step had committed before the trainer came; from the newest of these the run goes on.
 
     `retries` counts this trainer's micro-batches that were sent or computed again: a peer failed on their way, or was
     killed with what it had accumulated of them.
@@ -71,6 +71,7 @@ class StepReport:
     seconds: float
     retries: int
     round_trips: RoundTrips = field(default_factory=RoundTrips)
+    goes_on: bool = False
 
     def json_line(self) -> dict[str, Any]:
         record = self.record

@@ -286,16 +286,27 @@ class Trainer:
         except (LinkError, RemoteError):
             return f"the coordinator at {coordinator.host}:{coordinator.port}, which does not answer"
 
+    def _begin_after(self, records: list[m.CommitRecord]) -> None:
+        """What had committed before this trainer came is history: told as such, of the newest as what the run goes on from."""
+        self.record = newest = records[-1]
+        self._passes.wiring.set_record(newest)
+        self._first_step = newest.step + 1
+        self._last_commit_at = asyncio.get_running_loop().time()
+        for record in records:
+            if record.step >= 0:
+                self._on_step(StepReport(record, 0.0, 0, goes_on=record is newest))
+
     def _take(self, leased: m.Leased) -> None:
         loop = asyncio.get_running_loop()
-        for record in sorted(leased.records, key=lambda r: (r.era, r.step)):
+        records = sorted(leased.records, key=lambda r: (r.era, r.step))
+        if self.record is None and records:
+            self._begin_after(records)
+        for record in records:
             known = self.record
             if not record.newer_than(known):
                 continue
             self.record = record
             self._passes.wiring.set_record(record)
-            if self._first_step is None:
-                self._first_step = record.step + 1
             if record.relists(known):
                 continue
             set_back = known is not None and (record.era > known.era or record.step <= known.step)
@@ -309,8 +320,7 @@ class Trainer:
             elif record.step >= 0:
                 now = loop.time()
                 retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
-                seconds = 0.0 if known is None else now - self._last_commit_at
-                self._on_step(StepReport(record, seconds, retries, round_trips))
+                self._on_step(StepReport(record, now - self._last_commit_at, retries, round_trips))
                 self._last_commit_at, self.tries.num_retries = now, 0
             else:
                 self._last_commit_at = loop.time()

@@ -155,3 +155,27 @@ def test_only_the_coordinators_own_machine_operates_the_run(remote):
         await simulation.close()
 
     run_virtual(main())
+
+
+def test_a_trainer_that_comes_late_tells_what_went_before_as_such():
+    """And serves as many steps as it was asked for from then on."""
+    config = small_config(total_steps=12)
+
+    async def main():
+        simulation = Simulation(config, seed=34)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await committed(simulation, 3)
+        late = await simulation.add_trainer("trainer1", num_steps=3)
+        await until(lambda: late.running.done(), "it has served")
+        await simulation.leave(late.name)
+        *history, first, second, third = late.reports
+        assert [report.seconds for report in history] == [0.0] * len(history)
+        assert [report.goes_on for report in history] == [False] * (len(history) - 1) + [True]
+        assert history[-1].record.step >= 2
+        assert [r.record.step - history[-1].record.step for r in (first, second, third)] == [1, 2, 3]
+        assert min(r.seconds for r in (first, second, third)) > 0
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())

@@ -177,12 +177,12 @@ def test_a_run_that_goes_on_tells_how_many_steps_are_new(tmp_path: Path) -> None
     async def main() -> tuple[LocalSwarm, list[str]]:
         swarm, view = swarm_in(tmp_path)
         swarm._picture.rows["trainer-0"] = Row("launch_trainer")
-        for event, step in (("goes_on", 20), ("step", 21), ("goes_on", 21), ("step", 22)):
+        for event, step in (("goes_on", 20), ("step", 21), ("goes_on", 21), ("goes_on", 22)):
             swarm._report("trainer-0", {"event": event, "step": step, "seconds": 0.5, "loss": 3.0})
         return swarm, view.lines
 
     swarm, lines = asyncio.run(main())
-    assert lines == ["goes on after step 20/60, loss 3.0000", "step 21", "step 22"]
+    assert lines == ["goes on after step 20/60, loss 3.0000", "step 21", "goes on after step 22/60, loss 3.0000"]
     (text, values), *_ = swarm.summary(is_done=True)
     assert text.startswith("done: 22 steps, 2 of them now, in ")
     assert values["new_steps"] == 2

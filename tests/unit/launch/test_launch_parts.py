@@ -93,13 +93,30 @@ def test_a_step_that_is_committed_anew_replaces_what_did_not_last(tmp_path: Path
     with path.open("a") as file:
         file.write('{"step": 5, "he')
     metrics = MetricsFile(path)
-    assert not metrics.append(line_of(2)), "told again, as a newcomer is told the last records"
+    metrics.append(line_of(2))  # told again, as a newcomer is told the last records
     assert [step for _, step, _ in steps_in(path)] == [7, 1, 2, 3, 4]
-    assert metrics.append(line_of(3, head="b"))
-    assert metrics.append(line_of(4, head="b"))
+    metrics.append(line_of(3, head="b"))
+    metrics.append(line_of(4, head="b"))
     metrics.close()
     expected = [("other", 7, "a7"), ("r", 1, "a1"), ("r", 2, "a2"), ("r", 3, "b3"), ("r", 4, "b4")]
     assert steps_in(path) == expected
+
+
+@pytest.mark.parametrize("content", ["no newline", "a line\n", '{"step": 1}\nnotes\n', "\x00\xff"])
+def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="holds something else"):
+        MetricsFile(path)
+    assert path.read_text() == content
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="another process writes it"):
+        MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.close()
+    MetricsFile(tmp_path / "metrics.jsonl").close()
 
 
 def test_metrics_on_a_full_disk_are_one_error_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from launch.local_plan import RUN_FILE
+from swarm.base.errors import ConfigError
+from swarm.base.ids import RunId
 
 
 class Kept:
@@ -90,6 +95,22 @@ def adopt_complete(state_dir: Path, num_stages: int, peers_per_stage: int) -> li
         unfinished.rename(target)
         copied.append(source)
     return copied
+
+
+def require_own(state_dir: Path, run: RunId) -> None:
+    """A directory whose run file is gone goes on with the run whose checkpoints it holds, and no other.
+
+    Raises:
+        ConfigError: it holds a checkpoint of another run.
+    """
+    for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            found = str(json.loads(description.read_text())["record"]["run"])
+            if found != run:
+                raise ConfigError(
+                    f"{state_dir} holds checkpoints of run {found[:12]} and no {RUN_FILE}, and this is run {run[:12]}: give the "
+                    "options or the run file that it was started with, or choose another --state-dir"
+                )
 
 
 def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:

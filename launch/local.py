@@ -129,7 +129,7 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
 
 def _stored_run(state_dir: Path | None) -> RunFile | None:
     """The run that `state_dir` belongs to, if it holds one."""
-    if state_dir is None or not (state_dir / RUN_FILE).is_file():
+    if state_dir is None or not (state_dir / RUN_FILE).exists():
         return None
     return read_run_file(state_dir / RUN_FILE)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
-from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint
+from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint, require_own
 from launch.local_plan import Command, SwarmPlan, backbone_command, peer_commands
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
@@ -25,7 +25,7 @@ from launch.runner import Stopper
 from launch.status import ask
 from launch.step_lines import goes_on_text
 from launch.view import Picture, PlainView, Row
-from swarm.base.config import RunConfig
+from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
 from swarm.peer.link import together
@@ -121,6 +121,8 @@ class LocalSwarm:
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
+        else:
+            require_own(plan.state_dir, run_id_of(config_bytes))
         plan.run_file.write_bytes(config_bytes)
         tokenizer = plan.paths.with_tokenizer().tokenizer
         if tokenizer is not None:

@@ -222,12 +222,15 @@ class Membership:
         )  # fmt: skip
         for address in await self._coordinators():
             try:
-                return (await self._link.ask(address, request, m.Joining))[0]
+                joining, _ = await self._link.ask(address, request, m.Joining)
             except RefusedBy as refused:
                 if refused.refusal.record is not None:
                     self._hear_of(refused.refusal.record)
             except (LinkError, RemoteError) as error:
                 logger.debug("join: %s: %s", address, error)
+            else:
+                member.coordinator = address
+                return joining
         return None
 
     async def _coordinators(self) -> list[m.Member]:

@@ -102,7 +102,7 @@ class Tries:
             self.num_retries += 1
             if loop.time() > give_up_at or self.stopping:
                 raise Refuse("no_candidate", reason)
-            logger.info("ticket %s again: %s", tuple(ticket), reason[:300])
+            logger.debug("ticket %s again: %s", tuple(ticket), reason[:300])
             await asyncio.sleep(backoff * self._context.rng.uniform(0.5, 1.0))
             backoff = min(2.0, backoff * 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 
 from launch.children import Child
-from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint
+from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint, require_own
 from launch.local import parse, resolve_plan
 from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
 from launch.view import Picture, PlainView, Row
-from swarm.base.errors import SwarmError
+from swarm.base.errors import ConfigError, SwarmError
 
 FULL = "cannot write checkpoint D/step-00000040: [Errno 28] No space left on device"
 
@@ -205,3 +206,14 @@ def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "stage-0-0")
     with pytest.raises(SwarmError, match="none is complete"):
         swarm.require_checkpoint()
+
+
+def test_a_directory_without_its_run_file_goes_on_with_its_own_run_alone(tmp_path: Path) -> None:
+    for run, name in (("a" * 64, "stage-0-0"), ("a" * 64, "stage-1-0")):
+        directory = tmp_path / name / "checkpoints" / name[:7] / "step-00000020"
+        directory.mkdir(parents=True)
+        (directory / "checkpoint.json").write_text(json.dumps({"record": {"run": run}}))
+    (tmp_path / "stage-0-0" / "checkpoints" / "stage-0" / "step-00000020" / "checkpoint.json").write_text("damaged")
+    require_own(tmp_path, "a" * 64)
+    with pytest.raises(ConfigError, match=r"holds checkpoints of run aaaaaaaaaaaa and no run\.json, and this is run bbbbbbbbbbbb"):
+        require_own(tmp_path, "b" * 64)

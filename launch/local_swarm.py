@@ -333,6 +333,8 @@ class LocalSwarm:
         newest = newest_checkpoint(state_dir, self._config.num_stages)
         if newest is not None:
             export = f"export_model --checkpoints {shlex.quote(str(state_dir))} --out exported"
+            if self._config.frozen and self._config.lora is None:
+                export += " --model DIR"  # what is not trained is in no checkpoint
             text = f"checkpoint of step {newest} in {state_dir}"
             if is_done and newest < num_steps:
                 text += f": not every stage has one of step {num_steps} there, as its peers keep theirs elsewhere or nowhere"

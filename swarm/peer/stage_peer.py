@@ -180,9 +180,12 @@ class StagePeer:
 
     @property
     def _awaited(self) -> bool:
-        """A record still lists this peer beside others, and an open step has some of its gradients or is led by it."""
+        """A record still lists this peer beside others, and an open step has some of its gradients or is led by it.
+
+        No step is open while the run is paused or stopped, and no record follows.
+        """
         member = self.member
-        if member.record is None or member.listed() is None:
+        if member.record is None or member.listed() is None or member.record.order.paused or is_stopped(member.record):
             return False
         others = sum(x.ready for x in member.record.members[self.stage]) > 1
         return others and (bool(member.held_tickets()) or member.leads())

@@ -95,6 +95,10 @@ def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
         await asyncio.sleep(1.0)
         assert max(simulation.commits) + 1 == 5
         assert find_complete([tmp_path])[0].record.step + 1 == 5
+        began = asyncio.get_running_loop().time()
+        for peer in simulation.stage_peers(1):
+            await simulation.leave(next(name for name, node in simulation.nodes.items() if node.peer is peer))
+        assert asyncio.get_running_loop().time() - began < 2.0, "it waited for a record that never comes"
         await simulation.abandon()
         second = Simulation(config, seed=33, state_dir=tmp_path)
         await second.start(peers_per_stage=2, trainers=1)

@@ -215,5 +215,5 @@ def test_a_directory_without_its_run_file_goes_on_with_its_own_run_alone(tmp_pat
         (directory / "checkpoint.json").write_text(json.dumps({"record": {"run": run}}))
     (tmp_path / "stage-0-0" / "checkpoints" / "stage-0" / "step-00000020" / "checkpoint.json").write_text("damaged")
     require_own(tmp_path, "a" * 64)
-    with pytest.raises(ConfigError, match=r"holds checkpoints of run aaaaaaaaaaaa and no run\.json, and this is run bbbbbbbbbbbb"):
+    with pytest.raises(ConfigError, match=r"of run aaaaaaaaaaaa and no run\.json, and this is run bbbbbbbbbbbb"):
         require_own(tmp_path, "b" * 64)

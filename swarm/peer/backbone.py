@@ -52,7 +52,7 @@ class Backbone:
             detail |= {
                 "ballot": coordinator.ballot.counter, "waiting_for": coordinator.waiting_for[:200],
                 "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
-                "loss": record.loss if record else 0.0,
+                "loss": record.loss if record else 0.0, "saved_step": record.saved if record else 0,
             }  # fmt: skip
         if self.aggregator is not None:
             detail |= self.aggregator.status()

@@ -16,7 +16,7 @@ from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
 from swarm.lifecycle.order import changed, fault_of
-from swarm.lifecycle.record import decide
+from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
 from swarm.peer.lineage import Lineage, without_ready
@@ -58,6 +58,8 @@ class Coordinator:
         self._lineage = Lineage(self._reign)
         self.listing = Listing(self._reign, self._leads)
         self._checked = 0.0
+        #: Stages of which no member keeps checkpoints, as they were told last.
+        self._unsaved: list[int] = []
         self._order = record.order if record is not None else m.Order()
         if record is not None:
             self._reign.take(record)
@@ -323,9 +325,21 @@ class Coordinator:
             members=tuple(tuple(sorted(xs, key=lambda x: x.key in moving)) for xs in members),
             learning_rate=learning_rate(self._config, step), reopened=reopened, moves=moves,
         )  # fmt: skip
+        self._tell_of_unsaved(record)
         self.listing.committed(record)
         self.leasing.commit_evaluates(step)
         await self._publish(record, self._leads.struck())
+
+    def _tell_of_unsaved(self, record: m.CommitRecord) -> None:
+        """Where no member of a stage keeps checkpoints, those of the others are of no use; said once, until it is others."""
+        if is_checkpoint_due(self._config, record):
+            unsaved = [k for k in range(self._config.num_stages) if not checkpoint_writers(self._config, record, k)]
+            if unsaved not in ([], self._unsaved):
+                logger.warning(
+                    "no member of stages %s has a --state-dir: step %d is not kept (the newest that all stages have on disk: %d)",
+                    unsaved, record.step + 1, record.saved,
+                )  # fmt: skip
+            self._unsaved = unsaved
 
     async def _publish(self, record: m.CommitRecord, others: Iterable[m.Member]) -> None:
         """Hand a record to everyone; goes on once a member of every stage has it.

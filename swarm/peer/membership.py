@@ -36,6 +36,8 @@ class Membership:
         self._poke = asyncio.Event()
         #: Told the stage to which this peer goes, once its old one can do without it.
         self.on_move: Callable[[int], None] = lambda stage: None
+        #: The coordinator that last answered; a hint for people, since there may be two.
+        self.answered_by: m.Member | None = None
         #: The first record that listed this peer at another stage.
         self._moved_by: m.CommitRecord | None = None
         #: The last failure of a download that was logged.
@@ -229,7 +231,7 @@ class Membership:
             except (LinkError, RemoteError) as error:
                 logger.debug("join: %s: %s", address, error)
             else:
-                member.coordinator = address
+                self.answered_by = address
                 return joining
         return None
 

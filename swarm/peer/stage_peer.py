@@ -97,8 +97,9 @@ class StagePeer:
         self._woken = asyncio.Event()
         self._take_up(self._compute_of(stage))
         RunInfoServer(
-            self.link, record=lambda: self.member.record, status=self._status, coordinator=lambda: self.member.coordinator
-        )
+            self.link, record=lambda: self.member.record, status=self._status,
+            coordinator=lambda: self.member.coordinator or self.membership.answered_by,
+        )  # fmt: skip
 
     def _compute_of(self, stage: int) -> StageCompute:
         config = self.context.config

@@ -87,5 +87,5 @@ class Checkpoints:
             if written is not None:
                 path, saved = written
                 if member.record is not None and member.record.era == state.version.record.era:
-                    member.saved = saved
+                    member.saved = saved[-m.MAX_SAVED :]
                 logger.info("checkpoint %s%s", path, "" if loss is None else f", the best so far: {loss:.4f}")

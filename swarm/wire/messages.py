@@ -125,8 +125,8 @@ class Term(Part):
         return (self.ballot.counter, self.ballot.coordinator, self.n)
 
 
-#: Numbers of commits of the checkpoints that were written in this era and are still on disk.
 MAX_SAVED = 16
+#: Numbers of commits of the newest checkpoints that were written in this era and are still on disk, ascending.
 SavedSteps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast(), Field(max_length=MAX_SAVED)]
 
 

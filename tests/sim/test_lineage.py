@@ -12,6 +12,7 @@ from small_model import small_config
 from swarm.base.errors import StorageError
 from swarm.base.virtual_time import run_virtual
 from swarm.stage.checkpoint import write_checkpoint
+from swarm.wire.messages import MAX_SAVED
 
 
 async def after_steps(simulation, steps, *, within_s=200.0):
@@ -252,6 +253,22 @@ def test_a_peer_without_a_directory_is_not_counted_on_to_write(tmp_path, keeper)
         await simulation.close()
         written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/checkpoints/stage-*/step-00000004")}
         assert written == {f"stage{k}.{keeper}/checkpoints/stage-{k}/step-00000004" for k in range(3)}
+
+    run_virtual(main())
+
+
+def test_any_number_of_checkpoints_may_be_kept(tmp_path):
+    """Seals tell the newest of them."""
+    config = small_config(total_steps=MAX_SAVED + 8, checkpoint_every=1, checkpoint_keep=100)
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await simulation.finish()
+        assert len(list(tmp_path.glob("*/checkpoints/stage-1/step-*"))) == config.total_steps
+        last = simulation.commits[config.total_steps - 1]
+        assert (last.era, last.saved >= config.total_steps - 2) == (0, True), "no seal was refused, and the run set back"
+        await simulation.close()
 
     run_virtual(main())
 

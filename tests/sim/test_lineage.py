@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from phases import finish_from
 from simulation import Simulation, check
 from small_model import small_config
 
@@ -180,12 +181,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
             else:
                 second._identities[writer] = simulation._identities[writer]
                 await second.add_stage_peer(writer, 1)
-        await second.finish()
-        if not begins:
-            assert min(r.step for r in second.commits.values()) + 1 == newest
-            second.commits = {**{s: r for s, r in simulation.commits.items() if s < newest}, **second.commits}
-            check(second, lineages=True)
-        await second.close()
+        await finish_from(second, simulation, 0 if begins else newest)
 
     run_virtual(main())
 
@@ -208,12 +204,7 @@ def test_the_last_checkpoint_of_all_stages_stays_while_a_stage_keeps_none(tmp_pa
         assert kept[0] == kept[2] == [kept[1][-1], 8, 9], kept
         second = Simulation(config, seed=14, state_dir=tmp_path)
         await second.start(peers_per_stage=1, trainers=1)
-        await second.finish()
-        first_step = min(r.step for r in second.commits.values()) + 1
-        assert first_step == kept[1][-1]
-        second.commits = {**{s: r for s, r in simulation.commits.items() if s < first_step}, **second.commits}
-        check(second, lineages=True)
-        await second.close()
+        await finish_from(second, simulation, kept[1][-1])
 
     run_virtual(main())
 

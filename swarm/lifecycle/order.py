@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm.wire.messages import CommitRecord, Operate, Order
 
 
-def changed(order: Order, wanted: Operate, num_commits: int) -> tuple[Order, str]:
+def changed(order: Order, wanted: Operate, num_commits: int, *, is_paused: bool) -> tuple[Order, str]:
     """The order that follows from `wanted`, and what will happen, in words.
 
     A step under way is always ended first, so whatever is ordered begins with a committed step.
@@ -14,7 +14,12 @@ def changed(order: Order, wanted: Operate, num_commits: int) -> tuple[Order, str
         order: what holds now.
         wanted: what the operator asks.
         num_commits: steps that have committed.
+        is_paused: the last of them was the one to pause after.
     """
+    if wanted.action == "pause" and is_paused:
+        return order, f"the run is paused after step {num_commits} already"
+    if wanted.action == "stop" and wanted.at_step is None and order.stop_at is not None and order.stop_at <= num_commits:
+        return order, f"the run has stopped after step {num_commits} already"
     if wanted.action == "resume":
         return Order(), f"the run goes on after step {num_commits}"
     if wanted.action == "pause":

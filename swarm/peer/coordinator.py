@@ -108,7 +108,7 @@ class Coordinator:
         fault = fault_of(message, num_commits, self._config.total_steps)
         if fault:
             raise Refuse("bad_request", fault)
-        self._order, text = changed(self._order, message, num_commits)
+        self._order, text = changed(self._order, message, num_commits, is_paused=self._is_paused)
         logger.warning("operator: %s: %s", message.action, text)
         self.leasing.paused = self._is_paused
         await self._reign.notify()

@@ -42,6 +42,7 @@ def test_a_paused_run_stays_paused_under_the_next_coordinator_and_goes_on_when_t
         await asyncio.sleep(1.0)
         paused_at = await stands_still(simulation, 30.0)
         assert paused_at == reply.step + 1, "the step under way ends, and no other"
+        assert (await say(simulation, "pause")).text == f"the run is paused after step {paused_at} already"
         assert find_complete([tmp_path])[0].record.step + 1 == paused_at
         before = coordinator_of(simulation)
         await simulation.kill(before.name)
@@ -99,6 +100,7 @@ def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
             await simulation.nodes["trainer0"].running
         await asyncio.sleep(1.0)
         assert max(simulation.commits) + 1 == 5
+        assert (await say(simulation, "stop")).text == "the run has stopped after step 5 already"
         assert find_complete([tmp_path])[0].record.step + 1 == 5
         began = asyncio.get_running_loop().time()
         for peer in simulation.stage_peers(1):

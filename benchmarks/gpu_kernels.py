@@ -14,7 +14,7 @@ import torch
 from report import machine, publish
 
 from swarm.stage.accumulator import LARGEST
-from swarm.stage.kernels import MAX_TOGETHER, Summand, add_together, all_within
+from swarm.stage.kernels import MAX_TOGETHER, Summand, add_together, survey
 from swarm.wire.compression import code_tensor, decode_coded
 
 REPETITIONS = 20
@@ -53,7 +53,8 @@ def main() -> None:
         timed("fp32 += bf16, torch", lambda: [a.add_(b) for a, b in zip(totals, gradients, strict=True)]),
         *(timed(f"fp32 += {n} x bf16, add_together", lambda n=n: add_together(totals, summands[:n]), per=n)
           for n in range(1, MAX_TOGETHER + 1)),
-        timed("is every gradient within bounds", lambda: all_within(gradients, LARGEST, device)),
+        timed("is every gradient within bounds", lambda: survey(gradients, LARGEST, device)),
+        timed("the same, and their norm", lambda: survey(gradients, LARGEST, device).norm()),
         timed("quantise a boundary tensor", lambda: code_tensor("x", boundary, "8bit", "input")),
         timed("dequantise it", lambda: decode_coded(spec, coded)),
         timed("copy it to pinned memory", lambda: pinned.copy_(coded, non_blocking=True)),

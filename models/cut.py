@@ -166,7 +166,7 @@ class CausalLMStage(torch.nn.Module):
         return self._run(self._crossing(inputs))[0]
 
     def _crossing(self, inputs: Tensors) -> Crossing:
-        # Of this call: `functional_call` swaps parameters. Quantised ones are whole numbers.
+        # Of this call: the engine swaps parameters. Quantised ones are whole numbers.
         dtype = next(p.dtype for p in self.parameters() if p.is_floating_point())
         return Crossing(inputs, dtype, self.anatomy)
 

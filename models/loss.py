@@ -70,7 +70,7 @@ class Tail:
         chunk = max(1, self.max_logit_elements // self.lm.config.vocab_size)
         if len(labels_N) <= chunk:
             return self._chunk_loss(hidden_ND, labels_N, None)
-        # The parameters are arguments: the recomputation runs when `functional_call` has put the old ones back.
+        # The parameters are arguments: the recomputation runs when the engine has put the old ones back.
         parameters = dict(self.lm.named_parameters())
         parts = [
             checkpoint(self._chunk_loss, hidden, labels, parameters, use_reentrant=False, preserve_rng_state=False)

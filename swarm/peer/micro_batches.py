@@ -239,12 +239,13 @@ class MicroBatchServer:
             gradients, entry = device.receive(below.frame, "grad"), Entry(below.trained.tokens, 0.0)
         result = self._compute.backward(activation, gradients)
         answer = device.send(result.inputs, self._codec, "grad")
-        if work.message.with_norms:
-            work.norms |= gradient_norms(result, loss_scale=activation.version.record.loss_scale)
+        loss_scale, with_norms = activation.version.record.loss_scale, bool(work.message.with_norms)
         added = device.add(
-            accumulator, work.message.ticket.index, result.parameters,
-            loss_scale=activation.version.record.loss_scale, entry=entry,
+            accumulator, work.message.ticket.index, result.parameters, loss_scale=loss_scale, entry=entry,
+            with_norm=with_norms,
         )  # fmt: skip
+        if with_norms:
+            work.norms |= gradient_norms(result.inputs, added.norm, loss_scale=loss_scale)
         return answer, added, device.tell(work.norms)
 
     async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:

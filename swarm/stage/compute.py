@@ -1,6 +1,6 @@
 """Forward and backward of one stage, as jobs of the compute thread. Owns torch; must not know messages' routes or peers.
 
-The module is called with a version's tensors through `functional_call`, so a ticket's forward, backward and
+The module is called with a version's tensors in its parameters' places, so a ticket's forward, backward and
 recomputation all use the parameters it was issued for.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.func import functional_call
 
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
@@ -21,6 +20,7 @@ from swarm.stage.layout import Layout
 from swarm.stage.module import (
     Compilable,
     Outlined,
+    Places,
     StageFactory,
     StreamingFactory,
     Tensors,
@@ -130,6 +130,7 @@ class StageCompute:
             self.has_frozen = self.has_values or not self.frozen
         if streams and self.has_values:
             self._first_masters = self._stream(self.frozen)
+        self._places = Places(self._module)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._ticket = Ticket(0, 0)
         self._calls: dict[str, int] = {}
@@ -228,7 +229,8 @@ class StageCompute:
         self._calls.clear()
         if self._module.training != train:
             self._module.train(train)
-        return functional_call(self._module, version.parameters, (inputs, labels))
+        with self._places.holding(version.parameters):
+            return self._module(inputs, labels)
 
     def forward(
         self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool

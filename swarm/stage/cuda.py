@@ -20,7 +20,7 @@ from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, entry_of
 from swarm.stage.executor import Priority, ThreadExecutor
-from swarm.stage.kernels import all_within
+from swarm.stage.kernels import survey
 from swarm.stage.module import Tensors
 from swarm.wire.compression import code_tensor, decode_coded, decode_tensor, encode_tensor, require_finite
 from swarm.wire.framing import Buffer, Frame
@@ -167,14 +167,15 @@ class CudaDevice(Device):
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors,
+        entry: Entry | Tensors, with_norm: bool,
     ) -> Added:  # fmt: skip
-        is_valid = all_within(gradients, LARGEST, self._device)
+        seen = survey(gradients, LARGEST, self._device)
         known = entry if isinstance(entry, Entry) else None
         told = [] if isinstance(entry, Entry) else [entry["tokens"], entry["loss_sum"].detach()]
-        numbers = _DeviceNumbers(*self._download_numbers([is_valid, *told]), known)
-        marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale)
-        return _AddedLater(marked, numbers, self._began, _event_on(self._compute, timed=True))
+        numbers = _DeviceNumbers(*self._download_numbers([seen.is_valid, *told]), known)
+        marked = accumulator.add_unseen(index, numbers, seen.is_valid, gradients, loss_scale=loss_scale)
+        norm = seen.norm() if with_norm else None
+        return _AddedLater(marked, numbers, norm, self._began, _event_on(self._compute, timed=True))
 
     def _download_numbers(self, numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Single numbers as fp64 in pinned memory, there once the event is done."""
@@ -288,9 +289,10 @@ class _ToldLater(Told):
 
 class _AddedLater(Added):
     def __init__(
-        self, marked: bool, numbers: _DeviceNumbers, began: torch.cuda.Event, ended: torch.cuda.Event
-    ) -> None:
-        super().__init__(marked=marked, numbers=numbers)
+        self, marked: bool, numbers: _DeviceNumbers, norm: torch.Tensor | None, began: torch.cuda.Event,
+        ended: torch.cuda.Event,
+    ) -> None:  # fmt: skip
+        super().__init__(marked=marked, numbers=numbers, norm=norm)
         self._times = (began, ended)
 
     def wait(self) -> None:

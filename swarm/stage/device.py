@@ -18,6 +18,7 @@ from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
 from swarm.stage.executor import ThreadExecutor
 from swarm.stage.module import Tensors
+from swarm.stage.norms import norm_of
 from swarm.wire.compression import all_finite, decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
@@ -64,9 +65,11 @@ class KnownNumbers:
 class Added(Transfer):
     """What became of one ticket at the accumulator."""
 
-    def __init__(self, *, marked: bool, numbers: Numbers) -> None:
+    def __init__(self, *, marked: bool, numbers: Numbers, norm: torch.Tensor | None) -> None:
         self._marked = marked
         self._numbers = numbers
+        #: Of the gradients as one vector, if it was wanted and there are any: 0-d fp64 on their device, not waited for.
+        self.norm = norm
 
     def wait(self) -> None:
         self._numbers.wait()
@@ -114,7 +117,7 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors,
+        entry: Entry | Tensors, with_norm: bool,
     ) -> Added:  # fmt: skip
         """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output."""
 
@@ -166,12 +169,13 @@ class HostDevice(Device):
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors,
+        entry: Entry | Tensors, with_norm: bool,
     ) -> Added:  # fmt: skip
+        norm = norm_of(gradients) if with_norm else None
         if not isinstance(entry, Entry):
             entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
         verdict = accumulator.add(index, entry, list(gradients), loss_scale=loss_scale)
-        return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"))
+        return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"), norm=norm)
 
     def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
         return Told({name: float(number) for name, number in numbers.items()})

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from swarm.stage.compute import Gradients
 from swarm.stage.module import Tensors
 
 
@@ -26,7 +25,13 @@ def _sums_in(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     return torch.float32 if is_fast else torch.float64
 
 
-def gradient_norms(gradients: Gradients, *, loss_scale: float) -> Tensors:
-    """`gradient` of the inputs and `parameters`, as far as there are any; `gradients` are multiplied with `loss_scale`."""
-    found = {"gradient": norm_of(gradients.inputs.values()), "parameters": norm_of(gradients.parameters)}
+def gradient_norms(inputs: Tensors, parameters: torch.Tensor | None, *, loss_scale: float) -> Tensors:
+    """`gradient` of the inputs and `parameters`, as far as there are any, as they are without the loss scale.
+
+    Args:
+        inputs: their gradients.
+        parameters: the norm of their gradients.
+        loss_scale: what all are multiplied with.
+    """
+    found = {"gradient": norm_of(inputs.values()), "parameters": parameters}
     return {name: norm / loss_scale for name, norm in found.items() if norm is not None}

@@ -65,7 +65,9 @@ def replay(
             outputs = activation.outputs or {}
             loss_sum, tokens = float(outputs["loss_sum"].detach()), int(outputs["tokens"])
         result = compute.backward(activation, gradients)
-        norms[stage] |= gradient_norms(result, loss_scale=version.record.loss_scale)
+        norms[stage] |= gradient_norms(
+            result.inputs, norm_of(result.parameters), loss_scale=version.record.loss_scale
+        )
         gradients = _over_the_wire(result.inputs, codec)
     return Replayed([{name: float(norm) for name, norm in each.items()} for each in norms], loss_sum, tokens)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.stage.compute import Activation, Gradients, StageCompute
 from swarm.stage.executor import Executor
-from swarm.stage.module import StageFactory, Tensors
+from swarm.stage.module import Places, StageFactory, Tensors
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -410,3 +412,18 @@ def test_the_initial_values_are_those_of_the_factory() -> None:
     module = Factory().build(1)
     flat = torch.cat([p.detach().reshape(-1) for p in module.parameters() if p.requires_grad])
     assert torch.equal(compute.initial_masters(), flat)
+
+
+def test_other_tensors_stand_in_the_places_of_a_tied_parameter_for_one_call() -> None:
+    module = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2), "other": torch.nn.Linear(2, 2)})
+    module["other"].weight = module["one"].weight
+    before = dict(module.named_parameters())
+    value = torch.zeros(2, 2)
+    places = Places(module)
+    with contextlib.suppress(ArithmeticError), places.holding({"one.weight": value}):
+        assert module["one"].weight is value
+        assert module["other"].weight is value
+        assert module["other"].bias is before["other.bias"]
+        raise ArithmeticError
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+    assert module["other"].weight is module["one"].weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -15,7 +16,7 @@ from swarm.stage.accumulator import Accumulator
 from swarm.stage.device import Added, Device, compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
-from swarm.stage.kernels import Summand, add_together, all_within
+from swarm.stage.kernels import Summand, add_together, survey
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.norms import norm_of
@@ -48,7 +49,7 @@ class Later:
 def added_unseen(accumulator: Accumulator, index: int, value: float, device: str) -> bool:
     accumulator.ledger.grant(index, accumulator.ledger.term)
     gradients = [torch.full(shape, value, dtype=torch.bfloat16, device=device) for shape in LAYOUT.shapes]
-    valid = all_within(gradients, 2.0**60, device)
+    valid = survey(gradients, 2.0**60, device).is_valid
     numbers = Later(Entry(index, 0.5), bool(valid))
     return accumulator.add_unseen(index, numbers, valid, gradients, loss_scale=2.0)
 
@@ -110,7 +111,7 @@ def test_sums_have_the_bits_of_one_addition_after_the_other(device: str, dtype: 
                     total += gradient.float() * 0.25
         else:
             gradients[2][1] = float("nan")  # type: ignore[index]
-        valid = all_within(gradients, 2.0**60, device)
+        valid = survey(gradients, 2.0**60, device).is_valid
         assert bool(valid) == is_good
         summands.append(Summand(gradients, valid, 0.25))
     add_together(totals, summands)
@@ -123,9 +124,27 @@ def test_sums_have_the_bits_of_one_addition_after_the_other(device: str, dtype: 
 def test_one_bad_element_anywhere_is_seen(device: str, bad: float) -> None:
     for where in (0, 4095, 4096, 9999):
         gradient = torch.zeros(10_000, device=device)
-        assert bool(all_within([gradient, None], 2.0**60, device))
+        assert bool(survey([gradient, None], 2.0**60, device).is_valid)
         gradient[where] = bad
-        assert not bool(all_within([gradient, None], 2.0**60, device))
+        assert not bool(survey([gradient, None], 2.0**60, device).is_valid)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shapes", [[(16, 1024), (4096,), (32, 3)], [(1237, 5), (3,), (1,)]], ids=["aligned", "odd"])
+def test_a_survey_tells_the_norm_of_all_gradients(
+    device: str, dtype: torch.dtype, shapes: list[tuple[int, ...]]
+) -> None:
+    gradients = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    gradients[0] = gradients[0].t().contiguous().t()  # not contiguous
+    expected = float(torch.cat([gradient.double().flatten() for gradient in gradients]).norm())
+    seen = survey([*gradients, None, torch.empty(0, device=device)], 2.0**60, device)
+    norm = seen.norm()
+    assert bool(seen.is_valid)
+    assert norm is not None
+    assert norm.dtype == torch.float64
+    assert float(norm) == pytest.approx(expected, rel=1e-6)
+    assert survey([None], 2.0**60, device).norm() is None
 
 
 def layout_of(*sizes: int) -> Layout:
@@ -232,13 +251,15 @@ def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value:
         def job() -> Added:
             gradients = [torch.full(shape, value, device=name) for shape in LAYOUT.shapes]
             outputs = {"tokens": torch.tensor(12, device=name), "loss_sum": torch.tensor(value, device=name)}
-            return device.add(accumulator, 0, gradients, loss_scale=1.0, entry=outputs)
+            return device.add(accumulator, 0, gradients, loss_scale=1.0, entry=outputs, with_norm=True)
 
         added = (await executor.run(job, Priority.BACKWARD)).value
         await device.complete(added)
         executor.close()
         expected = Entry(12, 1.0) if value == 1.0 else Entry(12, 0.0)
         assert (added.verdict, added.entry) == ("accumulated" if value == 1.0 else "overflow", expected)
+        assert added.norm is not None
+        assert float(added.norm) == pytest.approx(sum(math.prod(shape) for shape in LAYOUT.shapes) ** 0.5 * value, nan_ok=True)
 
     with_device(name, main)
 

@@ -1,9 +1,14 @@
 """What a way to synchronise costs in validation loss, and what it saves in bytes: each beside one plain process.
 
-A causal language model of `--size` parameters learns the built-in English text, one byte a token; every variant sees the
-same tokens in the same batches, and is evaluated on the same held-out samples. `single` is `plain_loop.py`: one process,
-the same configuration. Each other variant is a swarm of real processes (`launch_local`, 2 stages). Bytes are those that
-stage peers counted when the last step had committed: of averages, per peer and token, and of everything.
+A causal language model of `--size` parameters learns the built-in English text, or Python's own sources
+(`--corpus stdlib`, of which none is seen twice), one byte a token; every variant sees the same tokens in the same batches,
+and is evaluated on the same held-out samples. `single` is `plain_loop.py`: one process, the same configuration. Each other
+variant is a swarm of real processes (`launch_local`, 2 stages). Bytes are those that stage peers counted when the last step
+had committed: of averages, per peer and token, and of everything.
+
+With `--start-tokens N` one process trains the model on N tokens of other text first, and every variant, `single` too,
+begins with those parameters and an optimizer of its own: what synchronises seldom or late is meant for a model whose first
+steps are over (DiLoCo's paper begins so, and `swarm/averaging/MODES.md` says what it costs to begin at once).
 
 In the local variants the peers of a stage take an inner step on as many samples together as the synchronous batch has, and
 H of them make an outer step; schedule and warm-up follow outer steps. Variants are commands independent of each other:
@@ -24,6 +29,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +38,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from corpus import write_parts
 from report import RESULTS, load, machine, publish, redraw
 
+from launch.models import described, fields_of
 from launch.status import ask
 from swarm.base.config import RunConfig, parse_config
 from swarm.base.errors import ConfigError, SwarmError
@@ -86,6 +94,13 @@ def variants_of(options: argparse.Namespace) -> dict[str, Variant]:
     }
 
 
+def model_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a configuration says of the model: where its first parameters come from."""
+    if options.start is not None:
+        return fields_of(options.start, {}) | described(options.start)
+    return {"model": "llama-tiny", "model_options": {**SIZES[options.size], "initializer_range": 0.02}}
+
+
 def config_of(variant: Variant, options: argparse.Namespace) -> RunConfig:
     """
     Raises:
@@ -93,7 +108,7 @@ def config_of(variant: Variant, options: argparse.Namespace) -> RunConfig:
     """
     step_tokens = options.batch * options.sequence * variant.inner_steps
     fields = {
-        "name": "convergence", "model": "llama-tiny", "model_options": {**SIZES[options.size], "initializer_range": 0.02},
+        "name": "convergence", **model_of(options),
         "num_stages": NUM_STAGES, "sequence_length": options.sequence, "micro_batch_size": options.micro_batch,
         "target_batch_size": options.batch * variant.inner_steps, "total_steps": options.tokens // step_tokens,
         "learning_rate": options.learning_rate, "warmup_steps": round(options.warmup_tokens / step_tokens),
@@ -101,6 +116,12 @@ def config_of(variant: Variant, options: argparse.Namespace) -> RunConfig:
         "eval_every": max(1, round(options.eval_every / step_tokens)), "checkpoint_every": 0, "checkpoint_copies": 1,
     }  # fmt: skip
     return parse_config({**fields, **variant.fields}, where=variant.name)
+
+
+def places(options: argparse.Namespace) -> list[str]:
+    """Options of the programs that train: where data and first parameters lie."""
+    data = ["--data", options.data] if options.data is not None else []
+    return [*data, "--model", options.start] if options.start is not None else data
 
 
 # ---------------------------------------------------------------------------------------------------- one variant
@@ -147,7 +168,7 @@ class Outcome:
 async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
     metrics = run.with_name("metrics.jsonl")
     words = [str(Path(__file__).with_name("plain_loop.py")), "--run", str(run), "--metrics", str(metrics), "--threads",
-             str(len(cores) or 1), "--device", options.device]  # fmt: skip
+             str(len(cores) or 1), "--device", options.device, *places(options)]  # fmt: skip
     try:
         async with child(words, cores, run.parent):
             pass
@@ -161,7 +182,7 @@ async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argp
 async def swarm(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
     words = ["-m", "launch.local", "--run", str(run), "--peers-per-stage", str(options.peers_per_stage), "--trainers", "1",
              "--threads", "1", "--device", options.device, "--state-dir", str(run.with_name("state")), "--log-format",
-             "json"]  # fmt: skip
+             "json", *places(options)]  # fmt: skip
     asking: asyncio.Task[None] | None = None
     last = asyncio.Event()
     try:
@@ -202,6 +223,11 @@ async def ask_on(backbone: Address, outcome: Outcome, last: asyncio.Event) -> No
         await transport.close()
 
 
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}  # variants may share cores
+
+
 @contextlib.asynccontextmanager
 async def child(words: Sequence[str], cores: Sequence[int], directory: Path) -> AsyncIterator[asyncio.StreamReader]:
     """A Python process on `cores`, and what it prints; awaits its end, or ends it.
@@ -209,11 +235,10 @@ async def child(words: Sequence[str], cores: Sequence[int], directory: Path) -> 
     Raises:
         SwarmError: it failed.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with (directory / "errors").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=2**20,
-            env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"},  # variants may share cores
+            env=environment(),
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )  # fmt: skip
     assert process.stdout is not None
@@ -265,6 +290,24 @@ async def run_all(outcomes: Sequence[Outcome], options: argparse.Namespace) -> N
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def prepare(options: argparse.Namespace, directory: Path) -> None:
+    """Write the corpus and train what every variant begins with; `options.data` and `.start` say where they are."""
+    options.data = options.start = start_data = None
+    if options.corpus == "stdlib":
+        start_data, options.data = map(str, write_parts(directory, 2))
+    if not options.start_tokens:
+        return
+    first = argparse.Namespace(**{**vars(options), "tokens": options.start_tokens, "eval_every": options.start_tokens,
+                                  "learning_rate": options.start_learning_rate})  # fmt: skip
+    run, model = directory / "start.json", directory / "start"
+    run.write_bytes(config_of(variants_of(first)["single"], first).to_bytes())
+    words = [sys.executable, str(Path(__file__).with_name("plain_loop.py")), "--run", str(run), "--metrics",
+             str(directory / "start.jsonl"), "--threads", str(len(os.sched_getaffinity(0))), "--device", options.device,
+             "--export", str(model), *(["--data", start_data] if start_data else [])]  # fmt: skip
+    subprocess.run(words, check=True, cwd=ROOT, env=environment())
+    options.start = str(model)
+
+
 def row_of(outcome: Outcome, single: Outcome | None, sync: Outcome | None) -> dict[str, Any]:
     loss = outcome.curve[-1][1]
     average = outcome.bytes_per_token("average_bytes_sent")
@@ -284,13 +327,17 @@ def row_of(outcome: Outcome, single: Outcome | None, sync: Outcome | None) -> di
 
 
 def facts_of(outcomes: Sequence[Outcome], skipped: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    feed = open_feed(outcomes[0].config, None, None, None)
+    feed = open_feed(outcomes[0].config, options.data, None, None)
+    text = "built-in English text" if options.corpus == "builtin" else "sources of Python's standard library"
+    begun = ""
+    if options.start is not None:
+        begun = f"; begun with {options.start_tokens} tokens of other text, learning rate {options.start_learning_rate:g}"
     distinct = feed.num_samples * options.sequence
     sizes = {peer["stage"]: peer["parameters"] for outcome in outcomes for peer in outcome.peers.values()}
     facts = {
         "model": f"llama, {sum(sizes.values()) / 1e6:.1f} million parameters in {NUM_STAGES} stages" if sizes else options.size,
-        "data": f"built-in English text, one byte a token: {options.tokens} tokens are {options.tokens / distinct:.2f} epochs "
-        f"of {distinct}; validation on {options.eval_samples} samples of {options.sequence} held-out tokens",
+        "data": f"{text}, one byte a token: {options.tokens} tokens are {options.tokens / distinct:.2f} epochs "
+        f"of {distinct}; validation on {options.eval_samples} samples of {options.sequence} held-out tokens{begun}",
         "swarm": f"{options.peers_per_stage} peers per stage, on {options.device}",
         "batch": f"{options.batch} samples of {options.sequence} tokens, {options.micro_batch} in a micro-batch",
         "optimizer": f"AdamW, learning rate {options.learning_rate:g} after {options.warmup_tokens} tokens, cosine; DiLoCo's "
@@ -334,16 +381,21 @@ def parse() -> argparse.Namespace:
         ("batch", 8, "samples per step of the synchronous run, and per inner step of all peers together"),
         ("micro-batch", 2, "samples per micro-batch"), ("peers-per-stage", 2, "peers of each stage"),
         ("eval-every", 102_400, "tokens between evaluations"), ("eval-samples", 128, "held-out samples per evaluation"),
-        ("warmup-tokens", 25_600, "tokens of linear warm-up"), ("seed", 0, "of initial values and data order"),
+        ("warmup-tokens", 25_600, "tokens of linear warm-up"),
+        ("start-tokens", 0, "tokens that one process trains what all begin with; 0 begins with random values"),
+        ("seed", 0, "of initial values and data order"),
         ("jobs", 0, "variants at once; 0 is as many as have cores of their own"),
         ("cores-per-job", 2, "cores that a variant is pinned to; 0 pins nothing"),
         ("within-s", 540, "seconds after which what still runs is ended and reported as far as it came"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    for name, number, text in (("learning-rate", 1e-3, "of AdamW, at its peak"), ("outer-learning-rate", 0.7, "of DiLoCo"),
-                               ("outer-momentum", 0.9, "of DiLoCo")):  # fmt: skip
+    for name, number, text in (("learning-rate", 1e-3, "of AdamW, at its peak"),
+                               ("start-learning-rate", 1e-3, "the same, in the training that all begin with"),
+                               ("outer-learning-rate", 0.7, "of DiLoCo"), ("outer-momentum", 0.9, "of DiLoCo")):  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=number, metavar="X", help=f"{text} (default: {number})")
     parser.add_argument("--inner-steps", type=int, nargs=2, default=[20, 100], metavar="H", help="of DiLoCo (default: 20 100)")
+    parser.add_argument("--corpus", choices=("builtin", "stdlib"), default="builtin",
+                        help="460 KB of English, or 12 MB of Python, half of it for the start (default: builtin)")
     parser.add_argument("--device", default="cpu", help="of stages and of the single process (default: cpu)")
     parser.add_argument("--resume", action="store_true", help="run only what the results of --name do not hold finished")
     parser.add_argument("--quick", action="store_true", help="only shows that everything works")
@@ -373,6 +425,13 @@ def main() -> int:
         redraw(options.name, draw)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
+    with tempfile.TemporaryDirectory() as directory:
+        prepare(options, Path(directory))
+        return compare(options)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Train every variant and publish what they came to; 1 if one did not end."""
     known, outcomes, skipped = variants_of(options), [], []
     facts = machine()
     for name in options.variants:

@@ -11,10 +11,12 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from launch.devices import resolve_device
+from launch.models import weights_for
 from models.registry import factory_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Ticket
@@ -22,10 +24,24 @@ from swarm.feed.feed import Batch, Feed, open_feed
 from swarm.policy.schedule import learning_rate
 
 
-def train(config: RunConfig, metrics: Path, device: str) -> None:
-    """Run `config.total_steps` steps in fp32."""
-    feed = open_feed(config, None, None, None)
-    model = factory_of(config).build_whole().to(device)
+def train(
+    config: RunConfig, metrics: Path, device: str, *, data: str | None = None, start: str | None = None,
+    export: Path | None = None,
+) -> None:  # fmt: skip
+    """Run `config.total_steps` steps in fp32.
+
+    Args:
+        config: of the run that is compared; cut into whatever number of stages.
+        metrics: gets a line per step.
+        device: to compute on.
+        data: the run's data, None for the built-in text.
+        start: directory with the model's initial values, where no seed makes them.
+        export: directory to write the trained model to.
+    """
+    feed = open_feed(config, data, None, None)
+    whole = config.model_copy(update={"num_stages": 1})
+    factory: Any = factory_of(whole, source=weights_for(whole, start))
+    model = factory.build(0).to(device)
     optimizer = adamw(config, model)
     with metrics.open("a", buffering=1) as lines:
         for step in range(config.total_steps):
@@ -36,6 +52,8 @@ def train(config: RunConfig, metrics: Path, device: str) -> None:
             if evaluates(config, step):
                 line["eval_loss"] = evaluated(feed, model)
             lines.write(json.dumps(line) + "\n")
+    if export is not None:
+        factory.save_pretrained({name: p.detach().cpu() for name, p in model.named_parameters()}, export)
 
 
 def adamw(config: RunConfig, model: torch.nn.Module) -> torch.optim.AdamW:
@@ -90,9 +108,15 @@ def main() -> None:
     parser.add_argument("--metrics", type=Path, required=True, help="file to append a line per step to")
     parser.add_argument("--threads", type=int, required=True, help="threads that torch computes with")
     parser.add_argument("--device", default="cpu", help="to compute on, or auto (default: cpu)")
+    parser.add_argument("--data", metavar="PATH", help="the run's data (default: the built-in text)")
+    parser.add_argument("--model", metavar="DIR", help="initial values, where no seed makes them")
+    parser.add_argument("--export", metavar="DIR", type=Path, help="write the trained model there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(parse_config_bytes(options.run.read_bytes()), options.metrics, resolve_device(options.device))
+    train(
+        parse_config_bytes(options.run.read_bytes()), options.metrics, resolve_device(options.device), data=options.data,
+        start=options.model, export=options.export,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

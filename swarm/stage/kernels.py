@@ -130,19 +130,19 @@ def _survey_kernel(present: Sequence[torch.Tensor], is_valid: torch.Tensor, larg
 
 def _add_kernel(totals: Sequence[torch.Tensor], summands: Sequence[Summand]) -> None:
     """One launch for each pair of dtypes."""
-    rows: dict[tuple[torch.dtype, torch.dtype], list[list[torch.Tensor | None]]] = defaultdict(list)
+    rows: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, list[torch.Tensor | None]]]] = defaultdict(list)
     for total, *given in zip(totals, *(summand.gradients for summand in summands), strict=True):
         present = [gradient.contiguous() if gradient is not None else None for gradient in given]
         dtypes = {gradient.dtype for gradient in present if gradient is not None}
         if len(dtypes) > 1:
             raise ValueError(f"gradients of {sorted(map(str, dtypes))} for one parameter")
         if dtypes and total.numel():
-            rows[total.dtype, dtypes.pop()].append([total, *present])
+            rows[total.dtype, dtypes.pop()].append((total, present))
     filled = [*summands, *[summands[0]] * (MAX_TOGETHER - len(summands))]  # the kernel looks at the first `count` only
     arguments = [argument for summand in filled for argument in (summand.is_valid, summand.factor)]
     for (total_dtype, dtype), group in rows.items():
-        blocks = _blocks_of(tuple(row[0].numel() for row in group if row[0] is not None), totals[0].device)
-        columns = list(zip(*group, strict=True))
+        blocks = _blocks_of(tuple(total.numel() for total, _ in group), totals[0].device)
+        columns = [[total for total, _ in group], *zip(*(present for _, present in group), strict=True)]
         _launch(_kernels().add, blocks, columns, len(group), *arguments, total_kind=_kind(total_dtype), kind=_kind(dtype),
                 count=len(summands))  # fmt: skip
 

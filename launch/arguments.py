@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from swarm.base.config import TIMING_PRESETS, RunConfig
 from swarm.base.errors import ConfigError
-from swarm.base.ids import Address, parse_address
+from swarm.base.ids import MAX_TICKETS, Address, parse_address
 from swarm.feed.dotted import is_dotted
 
 EXIT_DONE = 0
@@ -146,8 +146,11 @@ def auto_or_count(text: str) -> int | None:
     return None if text == "auto" else count(text)
 
 
-def auto_or_positive(text: str) -> int | None:
-    return None if text == "auto" else positive_int(text)
+def auto_or_micro_batches(text: str) -> int | None:
+    number = None if text == "auto" else positive_int(text)
+    if number is not None and number > MAX_TICKETS:
+        raise argparse.ArgumentTypeError(f"{number} micro-batches are more than a step has at most, {MAX_TICKETS}")
+    return number
 
 
 def device_name(text: str) -> str:

@@ -15,7 +15,7 @@ from launch.arguments import (
     add_config_options,
     add_data_options,
     add_logging_options,
-    auto_or_positive,
+    auto_or_micro_batches,
     config_overrides,
     device_name,
     existing_path,
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str]) -> Namespace:
                        help=f"stage processes per stage (default: the run file's, or {DEFAULT_PEERS_PER_STAGE})")
     group.add_argument("--trainers", metavar="T", type=process_count, default=None,
                        help=f"trainer processes (default: the run file's, or {DEFAULT_TRAINERS})")
-    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_positive, default="auto",
+    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_micro_batches, default="auto",
                        help="micro-batches under way at a time, per trainer; auto adapts to what the swarm takes")
     group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
                        help="where stages compute; auto spreads them over the CUDA devices, if there are any")

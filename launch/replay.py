@@ -45,7 +45,8 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
 def parse(argv: Sequence[str]) -> Namespace:
     parser = LaunchParser(PROGRAM, "Compute one ticket (micro-batch) of a run again, here in one process, and say from which "
                                    "stage on the swarm computed something else. Trainers with a --state-dir record the "
-                                   "tickets of steps that begin at a checkpoint, or at the initial values.")
+                                   "tickets of steps that begin where the run's configuration has a checkpoint "
+                                   "written (checkpoint_every), or at the initial values.")
     parser.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path, required=True,
                         help="state directory of a local run, or those of peers that cover all stages and of a trainer")
     parser.add_argument("--step", metavar="N", type=positive_int, required=True,
@@ -74,12 +75,12 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     config = parse_config_bytes(config_bytes)
     if config.mode != "sync":
         raise ConfigError(f"the run's mode is {config.mode}: its tickets used peers' own copies, which nobody keeps")
-    found = recorded(options.checkpoints, run=run_id_of(config_bytes), step=options.step, index=options.index)
+    found = recorded(options.checkpoints, config_bytes, step=options.step, index=options.index)
     checkpoints = _checkpoints(options, config)
     ticket = _with_those_parameters(found, checkpoints)
     here = _replayed(options, config, config_bytes, checkpoints, ticket, resolve_device(options.device))
     tolerance = TOLERANCES[config.precision] if options.tolerance is None else options.tolerance
-    losses = (ticket.loss_sum / max(1, ticket.tokens), here.loss_sum / max(1, here.tokens))
+    losses = (ticket.loss_sum / max(1, ticket.tokens), here.entry.loss_sum / max(1, here.entry.tokens))
     parting = first_parting(ticket.norms, here.norms, losses, tolerance=tolerance)
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
     for line in _lines(ticket, here, losses):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from swarm.base.config import RunConfig
+from pydantic import Field
+
+from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
 from swarm.base.errors import ConfigError
+from swarm.wire import messages as m
 
 if TYPE_CHECKING:
     from swarm.peer.reports import TicketReport
@@ -54,38 +57,60 @@ class TicketFiles:
         self._num_lines[step] = self._num_lines.get(step, 0) + 1
 
     def _prune(self, step: int) -> None:
-        others = [path for path in sorted(self._directory.glob("step-*.jsonl")) if _step_of(path) not in (1, step)]
+        others = [path for number, path in _files(self._directory) if number not in (1, step)]
         for old in others[: max(0, len(others) - (self._keep - 1))]:
             old.unlink(missing_ok=True)
 
 
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
+def _files(directory: Path) -> list[tuple[int, Path]]:
+    """Step and path of each such file; others that lie there are nobody's business."""
+    named = ((re.fullmatch(r"step-(\d{1,13})\.jsonl", path.name), path) for path in directory.glob("step-*.jsonl"))
+    return sorted((int(match[1]), path) for match, path in named if match is not None and path.is_file())
 
 
-@dataclass(frozen=True)
-class RecordedTicket:
+class _Stage(m.Norms):
+    """What one stage's peer computed, in such a line."""
+
+    peer: m.PeerIdField
+
+
+class RecordedTicket(m.Part):
     """One line of such a file."""
 
-    step: int
-    index: int
-    run: str
-    head: str
+    step: m.StepField
+    index: m.IndexField
+    run: m.RunIdField
+    head: m.DigestField
     loss_sum: float
-    tokens: int
-    peers: tuple[str, ...]
-    norms: tuple[dict[str, float], ...]
+    tokens: Annotated[int, Field(ge=0)]
+    stages: tuple[_Stage, ...]
+
+    @property
+    def peers(self) -> list[str]:
+        """By stage."""
+        return [stage.peer for stage in self.stages]
+
+    @property
+    def norms(self) -> list[dict[str, float]]:
+        """By stage and name."""
+        return [stage.model_dump(exclude={"peer"}, exclude_none=True) for stage in self.stages]
 
 
-def recorded(roots: Iterable[Path], *, run: str, step: int, index: int | None) -> list[RecordedTicket]:
+def recorded(roots: Iterable[Path], config_bytes: bytes, *, step: int, index: int | None) -> list[RecordedTicket]:
     """Ticket `index` of `step`, or the one with the lowest index: each time that it was computed, by trainer.
 
+    Args:
+        roots: state directories, or what they lie in.
+        config_bytes: of the run.
+        step, index: of the ticket; `step` counts from 1.
+
     Raises:
-        ConfigError: there is no such record below `roots`; says which there are.
+        ConfigError: there is no such record below `roots`, and which there are; or one cannot be read.
     """
     roots = list(roots)
-    paths = sorted(path for root in roots for path in root.glob(f"**/{DIRECTORY}/step-*.jsonl"))
-    tickets = [ticket for path in paths if _step_of(path) == step for ticket in _read(path) if ticket.run == run]
+    run, config = run_id_of(config_bytes), parse_config_bytes(config_bytes)
+    files = [file for root in roots for directory in sorted(root.glob(f"**/{DIRECTORY}")) for file in _files(directory)]
+    tickets = [ticket for number, path in files if number == step for ticket in _read(path, config) if ticket.run == run]
     found = [ticket for ticket in tickets if index is None or ticket.index == index]
     if found:
         lowest = min(ticket.index for ticket in found)
@@ -94,10 +119,10 @@ def recorded(roots: Iterable[Path], *, run: str, step: int, index: int | None) -
     if tickets:
         indexes = sorted({ticket.index for ticket in tickets})
         raise ConfigError(f"ticket {index} of step {step} is not recorded in {where}, others are: {_some(indexes)}")
-    steps = sorted({_step_of(path) for path in paths})
+    steps = sorted({number for number, _ in files})
     raise ConfigError(
-        f"no ticket of step {step} is recorded in {where}: trainers record those that begin at a checkpoint; "
-        + (f"here are steps {_some(steps)}" if steps else "there are no records at all")
+        f"no ticket of step {step} is recorded in {where}: trainers record those that begin where the configuration has a "
+        "checkpoint written; " + (f"here are steps {_some(steps)}" if steps else "there are no records at all")
     )
 
 
@@ -105,17 +130,19 @@ def _some(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:20])) + (", ..." if len(numbers) > 20 else "")
 
 
-def _read(path: Path) -> list[RecordedTicket]:
+def _read(path: Path, config: RunConfig) -> list[RecordedTicket]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     found = []
-    for text in path.read_text().splitlines():
+    for line in lines:
         try:
-            line = json.loads(text)
-            stages = [dict(stage) for stage in line["stages"]]
-            peers = tuple(str(stage.pop("peer")) for stage in stages)
-            norms = tuple({name: float(norm) for name, norm in stage.items() if norm is not None} for stage in stages)
-            found.append(RecordedTicket(
-                line["step"], line["index"], line["run"], line["head"], float(line["loss_sum"]), line["tokens"], peers, norms
-            ))  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError):
-            logger.warning("%s: a line that is no ticket is left out", path)  # its writer was killed halfway
+            ticket = RecordedTicket.model_validate_json(line)
+            if ticket.index >= config.tickets_per_step or len(ticket.stages) != config.num_stages:
+                raise ValueError("of another run, or changed")
+        except ValueError:
+            logger.warning("%s: a line that is no ticket is left out", path)  # its writer was killed halfway, say
+        else:
+            found.append(ticket)
     return found

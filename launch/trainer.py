@@ -14,7 +14,7 @@ from launch.arguments import (
     add_model_option,
     add_network_options,
     add_run_options,
-    auto_or_positive,
+    auto_or_micro_batches,
     local_path,
     positive_int,
 )
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_model_option(group)
     group.add_argument("--steps", metavar="N", type=positive_int, default=None,
                        help="leave after this many steps (default: stay until the run's last has committed)")
-    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_positive, default="auto",
+    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_micro_batches, default="auto",
                        help="micro-batches under way at a time; auto adapts to what the swarm takes")
     group.add_argument("--metrics", metavar="FILE", type=local_path, default=None,
                        help="append one JSON line per committed step to this file")

@@ -24,7 +24,7 @@ from swarm.stage.compute import Activation
 from swarm.stage.device import Added, Device, Outgoing, Payload, Told
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tensors
-from swarm.stage.norms import gradient_norms, norm_of
+from swarm.stage.norms import finite, gradient_norms, norm_of
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
 from swarm.wire import messages as m
@@ -194,7 +194,8 @@ class MicroBatchServer:
         hop = m.Hop(
             stage=message.stage, peer=member.me.peer, accumulated=verdict != "denied", queue_s=work.queue_s,
             forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
-            num_bytes=work.num_bytes, recomputed=activation.recomputed, norms=m.Norms(**told.values) if told.values else None,
+            num_bytes=work.num_bytes, recomputed=activation.recomputed,
+            norms=m.Norms(**finite(told.values)) if told.values else None,
         )  # fmt: skip
         return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
 

@@ -396,7 +396,12 @@ def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[
     roots = list(roots)
     by_head: dict[str, dict[int, list[StageCheckpoint]]] = {}
     damaged: list[StorageError] = []
-    for checkpoint in scan(roots, damaged=damaged):
+    checkpoints = scan(roots, damaged=damaged)
+    places = {checkpoint.record.run: checkpoint.directory for checkpoint in checkpoints}
+    if len(places) > 1:
+        some = "; ".join(f"run {run[:12]}, {directory}" for run, directory in list(places.items())[:3])
+        raise ConfigError(f"checkpoints of {len(places)} runs ({some}): name the directories of one")
+    for checkpoint in checkpoints:
         if (step is None or checkpoint.record.step + 1 == step) and (checkpoint.best_loss is not None or not best):
             by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, []).append(checkpoint)
     complete: list[list[list[StageCheckpoint]]] = []

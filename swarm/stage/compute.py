@@ -80,7 +80,7 @@ def freeze(module: torch.nn.Module, frozen: Sequence[str]) -> None:
 def require_parameters(factory: StageFactory, frozen: Sequence[str]) -> None:
     """
     Raises:
-        ConfigError: a pattern fits no parameter of any stage; says what some are called.
+        ConfigError: a pattern fits no parameter of any stage, and what some are called; or nothing is left to train.
     """
     stages = (stage_module(factory, stage, ()) for stage in range(factory.num_stages))  # one after another: some take memory
     names = [name for module in stages for name, _ in module.named_parameters()]
@@ -88,6 +88,8 @@ def require_parameters(factory: StageFactory, frozen: Sequence[str]) -> None:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             some = ", ".join(dict.fromkeys((names[0], names[len(names) // 2], names[-1])))
             raise ConfigError(f"frozen: {pattern!r} fits no parameter of the model; there are {some}, ...")
+    if frozen and all(any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen) for name in names):
+        raise ConfigError(f"frozen: {', '.join(frozen)} fit every parameter of the model: nothing is left to train")
 
 
 class StageCompute:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -35,3 +36,8 @@ def gradient_norms(inputs: Tensors, parameters: torch.Tensor | None, *, loss_sca
     """
     found = {"gradient": norm_of(inputs.values()), "parameters": parameters}
     return {name: norm / loss_scale for name, norm in found.items() if norm is not None}
+
+
+def finite(norms: Mapping[str, float]) -> dict[str, float]:
+    """Those that say something: of an overflow there is no norm."""
+    return {name: norm for name, norm in norms.items() if math.isfinite(norm)}

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from swarm.base.ids import Ticket
+from swarm.lifecycle.step import Entry
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import tamed
+from swarm.stage.device import entry_of, tamed
 from swarm.stage.module import Tensors
-from swarm.stage.norms import gradient_norms, norm_of
+from swarm.stage.norms import finite, gradient_norms, norm_of
 from swarm.stage.versions import Version
 from swarm.wire.compression import all_finite, decode_tensor, encode_tensor
 from swarm.wire.messages import Codec
@@ -31,8 +32,7 @@ class Replayed:
     """What one ticket comes to here."""
 
     norms: list[dict[str, float]]
-    loss_sum: float
-    tokens: int
+    entry: Entry
 
 
 def replay(
@@ -57,19 +57,17 @@ def replay(
         norms[stage] = {} if norm is None else {"output": norm}
         received.append(_over_the_wire(outputs, codec))
     gradients: Tensors | None = None
-    loss_sum, tokens = 0.0, 0
+    entry = Entry(0, 0.0)
     for stage in reversed(range(num_stages)):
         compute, version = make(stage)
         activation = compute.forward(version, ticket, received[stage], labels if compute.last else None, keep_graph=True)
         if compute.last:
             outputs = activation.outputs or {}
-            loss_sum, tokens = float(outputs["loss_sum"].detach()), int(outputs["tokens"])
+            entry = entry_of(int(outputs["tokens"]), float(outputs["loss_sum"].detach()))
         result = compute.backward(activation, gradients)
-        norms[stage] |= gradient_norms(
-            result.inputs, norm_of(result.parameters), loss_scale=version.record.loss_scale
-        )
+        norms[stage] |= gradient_norms(result.inputs, norm_of(result.parameters), loss_scale=version.record.loss_scale)
         gradients = _over_the_wire(result.inputs, codec)
-    return Replayed([{name: float(norm) for name, norm in each.items()} for each in norms], loss_sum, tokens)
+    return Replayed([finite({name: float(norm) for name, norm in each.items()}) for each in norms], entry)
 
 
 def _over_the_wire(tensors: Tensors, codec: Codec) -> Tensors:

@@ -91,11 +91,19 @@ def test_a_peer_whose_weights_were_altered_is_named(tmp_path, capsys):
     assert replay(["--checkpoints", str(tmp_path), "--step", "1", "--quiet"]) == 0, "before that it was sound"
 
 
+def test_an_overflow_has_no_norm_and_stops_nobody(tmp_path, capsys):
+    """With fp16 the first tickets overflow, since the loss scale begins high; they are recorded like any other."""
+    run(llama_config(total_steps=4, precision="fp16", sequence_length=64), tmp_path)
+    assert replay(["--checkpoints", str(tmp_path), "--step", "1", "--log-format", "json"]) == 0
+    stages, _ = said(capsys)
+    assert any(line["parameters"] is None for line in stages), "nothing overflowed"
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--step", "4"], "no ticket of step 4 is recorded in {0}: trainers record those that begin at a checkpoint; here are "
-                          "steps 1, 5"),
+        (["--step", "4"], "no ticket of step 4 is recorded in {0}: trainers record those that begin where "
+                          "the configuration has a checkpoint written; here are steps 1, 5"),
         (["--step", "5", "--index", "9"], "ticket 9 of step 5 is not recorded in {0}, others are: 0, 1, 2, 3"),
         (["--step", "5", "--data", "{1}"], "text.txt is not the run's: its digest is"),
     ],

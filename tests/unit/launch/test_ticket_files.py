@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from launch import ticket_files
 from launch.ticket_files import TicketFiles, recorded
-from swarm.base.config import RunConfig
+from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.lifecycle.record import is_replayable
 from swarm.peer.reports import TicketReport
 from swarm.wire.messages import Hop, Norms, Trained
 
-RUN = "1" * 64
+CONFIG = RunConfig(num_stages=1)
+RUN = run_id_of(CONFIG.to_bytes())
 
 
 def report(step: int, index: int, *, loss_sum: float = 1.5) -> TicketReport:
@@ -50,16 +52,43 @@ def test_a_ticket_is_found_below_any_root_each_time_that_it_was_computed(tmp_pat
         files.append(report(21, 3, loss_sum=loss_sum))
     with (tmp_path / "a" / "tickets" / "step-00000021.jsonl").open("a") as file:
         file.write('{"step": 21, "ind')
-    found = recorded([tmp_path], run=RUN, step=21, index=None)
+    (tmp_path / "a" / "tickets" / "step-abc.jsonl").write_text("nobody's")
+    found = recorded([tmp_path], CONFIG.to_bytes(), step=21, index=None)
     assert [(ticket.index, ticket.loss_sum) for ticket in found] == [(3, 1.0), (3, 2.0)]
-    assert found[0].norms == ({"output": 3.0},)
-    assert found[0].peers == ("2" * 40,)
+    assert found[0].norms == [{"output": 3.0}]
+    assert found[0].peers == ["2" * 40]
     with pytest.raises(ConfigError, match=r"ticket 5 of step 21 is not recorded in .*, others are: 3, 4"):
-        recorded([tmp_path], run=RUN, step=21, index=5)
+        recorded([tmp_path], CONFIG.to_bytes(), step=21, index=5)
     with pytest.raises(ConfigError, match=r"no ticket of step 2 is recorded .* here are steps 21"):
-        recorded([tmp_path], run=RUN, step=2, index=None)
+        recorded([tmp_path], CONFIG.to_bytes(), step=2, index=None)
     with pytest.raises(ConfigError, match="there are no records at all"):
-        recorded([tmp_path / "c"], run=RUN, step=2, index=None)
+        recorded([tmp_path / "c"], CONFIG.to_bytes(), step=2, index=None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"index": -5}, {"index": 10**30}, {"index": "three"}, {"tokens": "some"}, {"head": 5}, {"stages": []},
+     {"loss_sum": float("nan")}, {"stages": [{"peer": "2" * 40, "output": float("inf")}]}, {"stages": [{"peer": "2" * 40}] * 2}],
+    ids=str,
+)  # fmt: skip
+def test_a_line_that_was_changed_is_left_out(
+    tmp_path: Path, changed: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    files = TicketFiles(tmp_path, CONFIG)
+    files.append(report(21, 3))
+    with (tmp_path / "tickets" / "step-00000021.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n" + json.dumps(report(21, 2).json_line() | changed).encode() + b"\n")
+    assert [ticket.index for ticket in recorded([tmp_path], CONFIG.to_bytes(), step=21, index=None)] == [3]
+    assert len(caplog.records) == 2
+
+
+def test_other_files_in_the_directory_do_not_stop_a_trainer(tmp_path: Path) -> None:
+    files = TicketFiles(tmp_path, RunConfig(checkpoint_keep=1))
+    (tmp_path / "tickets").mkdir()
+    (tmp_path / "tickets" / "step-abc.jsonl").touch()
+    for step in (21, 41):
+        files.append(report(step, 0))
+    assert steps_in(tmp_path) == ["step-00000041.jsonl", "step-abc.jsonl"]
 
 
 def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from swarm.peer.aggregator import Aggregator
 from swarm.peer.backbone import Backbone
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link
-from swarm.peer.reports import Evaluation, StepReport
+from swarm.peer.reports import Evaluation, StepReport, TicketReport
 from swarm.peer.stage_peer import Machine, StagePeer
 from swarm.peer.trainer import Trainer
 from swarm.policy.rebalance import Move, Plan
@@ -57,6 +57,7 @@ class Node:
     running: asyncio.Task[None] | None = None
     reports: list[StepReport] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    tickets: list[TicketReport] = field(default_factory=list)
     #: Compute takes this many times as long.
     slowness: float = 1.0
     #: So many accumulations to come fail after a part of the gradient was added.
@@ -273,7 +274,8 @@ class Simulation:
         context = self._context(name, "trainer")
         node = Node(name, context.transport.address, context.identity, None)  # type: ignore[arg-type]
         node.peer = Trainer(
-            context, feed=self.feed, on_step=node.reports.append, on_evaluation=node.evaluations.append, **options,  # type: ignore[arg-type]
+            context, feed=self.feed, on_step=node.reports.append, on_evaluation=node.evaluations.append,
+            **{"on_ticket": node.tickets.append, **options},  # type: ignore[arg-type]
         )  # fmt: skip
         return await self._start(node)
 

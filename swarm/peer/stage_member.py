@@ -52,9 +52,11 @@ class StageMember(CommittedState):
             link.register(kind, handler)
 
     def succeed(self, before: StageMember) -> None:
-        """What the same peer knew and promised at another stage holds here."""
+        """What the same peer knew, promised and counted at another stage holds here."""
         self.record, self.coordinator, self.promised = before.record, before.coordinator, before.promised
         self.discarded_steps = before.discarded_steps
+        self.average_bytes_sent = before.average_bytes_sent
+        self.state_bytes_sent, self.state_bytes_received = before.state_bytes_sent, before.state_bytes_received
 
     def members_for(self, step: int) -> tuple[m.Member, ...]:
         """Members of this stage for `step`: those of the record that its version came from, or nobody if that is gone.

@@ -67,6 +67,22 @@ def test_six_two_two_becomes_four_three_three_and_nothing_is_computed_twice():
     run_checked(main())
 
 
+def test_what_a_peer_has_counted_moves_with_it():
+    async def main():
+        simulation = Simulation(config(total_steps=14), seed=47)
+        await start(simulation, [2, 1, 1])
+        await committed(simulation, 10)
+        node = simulation.nodes["stage0.1"]
+        before = node.peer.member
+        simulation.move("stage0.1", 2)
+        await simulation.finish()
+        assert node.peer.stage == 2
+        assert node.peer.member.average_bytes_sent >= before.average_bytes_sent > 0
+        await simulation.close()
+
+    run_checked(main())
+
+
 @pytest.mark.parametrize("delay_steps", [0, 1])
 @pytest.mark.parametrize("mover", ["stage0.0", "stage0.1"])
 def test_no_ticket_is_recomputed_because_of_a_move(delay_steps, mover):

@@ -59,6 +59,11 @@ def test_a_pattern_of_frozen_parameters_that_fits_none_is_refused(model: str) ->
     )
 
 
+def test_a_run_that_would_train_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"frozen: model\.\*, lm_head\.\* fit every parameter of the model"):
+        factory_of(RunConfig(frozen=("model.*", "lm_head.*")))
+
+
 def test_a_local_run_of_a_model_with_tied_weights_in_two_stages_is_refused() -> None:
     """In one stage, or frozen, they may be tied."""
     options = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -383,6 +384,18 @@ def test_heads_are_never_mixed(tmp_path: Path) -> None:
     found = find_complete([tmp_path])
     assert heads(found) == {record_of(20, "b").head}
     assert [checkpoint.stage for checkpoint in found] == [0, 1, 2]
+
+
+def test_checkpoints_of_two_runs_are_not_one_choice(tmp_path: Path) -> None:
+    for stage in range(NUM_STAGES):
+        write(tmp_path / "one", stage, 20)
+        version = version_of(40)
+        other = dataclasses.replace(version, record=version.record.model_copy(update={"run": "2" * 64}))
+        optimizer = OptimizerState({"first": other.masters, "second": other.masters}, 40)
+        write_checkpoint(tmp_path / "other", stage, StageState(other, optimizer), moments_of(), CONFIG, config_bytes=b"{}")
+    with pytest.raises(ConfigError, match=r"checkpoints of 2 runs \(run 1{12}, .*one.*; run 2{12}, .*other.*\): name the dir"):
+        find_complete([tmp_path])
+    assert heads(find_complete([tmp_path / "one"])) == {record_of(20, "a").head}
 
 
 def test_a_missing_directory_is_a_config_error(tmp_path: Path) -> None:

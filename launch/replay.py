@@ -99,13 +99,13 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 def _config_bytes(options: Namespace) -> bytes:
     """Of the run, verbatim: any checkpoint has them."""
-    from swarm.stage.checkpoint import scan
+    from swarm.stage.checkpoint import require_one_run, scan
 
-    found = {checkpoint.config_bytes for checkpoint in scan(options.checkpoints, damaged=[])}
-    if len(found) != 1:
-        where = ", ".join(map(str, options.checkpoints))
-        raise ConfigError(f"{where}: " + ("holds no checkpoint" if not found else "holds checkpoints of several runs"))
-    return found.pop()
+    found = scan(options.checkpoints, damaged=[])
+    if not found:
+        raise ConfigError(f"{', '.join(map(str, options.checkpoints))}: no checkpoint is there")
+    require_one_run(found)
+    return found[0].config_bytes
 
 
 def _replayed(

@@ -64,7 +64,7 @@ class TicketFiles:
 
 def _files(directory: Path) -> list[tuple[int, Path]]:
     """Step and path of each such file; others that lie there are nobody's business."""
-    named = ((re.fullmatch(r"step-(\d{1,13})\.jsonl", path.name), path) for path in directory.glob("step-*.jsonl"))
+    named = ((re.fullmatch(r"step-([0-9]{8,13})\.jsonl", path.name), path) for path in directory.glob("step-*.jsonl"))
     return sorted((int(match[1]), path) for match, path in named if match is not None and path.is_file())
 
 
@@ -82,7 +82,7 @@ class RecordedTicket(m.Part):
     run: m.RunIdField
     head: m.DigestField
     loss_sum: float
-    tokens: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0, lt=2**53)]
     stages: tuple[_Stage, ...]
 
     @property
@@ -110,7 +110,7 @@ def recorded(roots: Iterable[Path], config_bytes: bytes, *, step: int, index: in
     roots = list(roots)
     run, config = run_id_of(config_bytes), parse_config_bytes(config_bytes)
     files = [file for root in roots for directory in sorted(root.glob(f"**/{DIRECTORY}")) for file in _files(directory)]
-    tickets = [ticket for number, path in files if number == step for ticket in _read(path, config) if ticket.run == run]
+    tickets = [ticket for number, path in files if number == step for ticket in _read(path, step, config) if ticket.run == run]
     found = [ticket for ticket in tickets if index is None or ticket.index == index]
     if found:
         lowest = min(ticket.index for ticket in found)
@@ -130,7 +130,7 @@ def _some(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:20])) + (", ..." if len(numbers) > 20 else "")
 
 
-def _read(path: Path, config: RunConfig) -> list[RecordedTicket]:
+def _read(path: Path, step: int, config: RunConfig) -> list[RecordedTicket]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -139,7 +139,7 @@ def _read(path: Path, config: RunConfig) -> list[RecordedTicket]:
     for line in lines:
         try:
             ticket = RecordedTicket.model_validate_json(line)
-            if ticket.index >= config.tickets_per_step or len(ticket.stages) != config.num_stages:
+            if (ticket.step, len(ticket.stages)) != (step, config.num_stages) or ticket.index >= config.tickets_per_step:
                 raise ValueError("of another run, or changed")
         except ValueError:
             logger.warning("%s: a line that is no ticket is left out", path)  # its writer was killed halfway, say

@@ -344,6 +344,17 @@ def require_own(state_dir: Path, run: RunId) -> None:
             )
 
 
+def require_one_run(checkpoints: Iterable[StageCheckpoint]) -> None:
+    """
+    Raises:
+        ConfigError: they are of several; names some, and where they lie.
+    """
+    places = {checkpoint.record.run: checkpoint.directory for checkpoint in checkpoints}
+    if len(places) > 1:
+        some = "; ".join(f"run {run[:12]}, {directory}" for run, directory in list(places.items())[:3])
+        raise ConfigError(f"checkpoints of {len(places)} runs ({some}): name the directories of one")
+
+
 def find_complete(
     roots: Iterable[Path], *, step: int | None = None, best: bool = False
 ) -> list[StageCheckpoint]:
@@ -397,10 +408,7 @@ def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[
     by_head: dict[str, dict[int, list[StageCheckpoint]]] = {}
     damaged: list[StorageError] = []
     checkpoints = scan(roots, damaged=damaged)
-    places = {checkpoint.record.run: checkpoint.directory for checkpoint in checkpoints}
-    if len(places) > 1:
-        some = "; ".join(f"run {run[:12]}, {directory}" for run, directory in list(places.items())[:3])
-        raise ConfigError(f"checkpoints of {len(places)} runs ({some}): name the directories of one")
+    require_one_run(checkpoints)
     for checkpoint in checkpoints:
         if (step is None or checkpoint.record.step + 1 == step) and (checkpoint.best_loss is not None or not best):
             by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, []).append(checkpoint)

@@ -67,7 +67,8 @@ def test_a_ticket_is_found_below_any_root_each_time_that_it_was_computed(tmp_pat
 
 @pytest.mark.parametrize(
     "changed",
-    [{"index": -5}, {"index": 10**30}, {"index": "three"}, {"tokens": "some"}, {"head": 5}, {"stages": []},
+    [{"index": -5}, {"index": 10**30}, {"index": "three"}, {"tokens": "some"}, {"tokens": 10**400}, {"step": 20}, {"step": 0},
+     {"head": 5}, {"stages": []},
      {"loss_sum": float("nan")}, {"stages": [{"peer": "2" * 40, "output": float("inf")}]}, {"stages": [{"peer": "2" * 40}] * 2}],
     ids=str,
 )  # fmt: skip

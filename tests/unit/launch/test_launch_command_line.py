@@ -66,6 +66,7 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
     ("launch_backbone", ["--run", ".", "--public-host", ""], "--public-host: '' names nothing"),
     ("launch_backbone", ["--run", "/dev/null"], "/dev/null: is a device, not a run file"),
     ("launch_local", ["--threads", "99999999"], "--threads: 99999999 is more than 1024"),
+    ("launch_local", ["--in-flight", "99999999"], "--in-flight: 99999999 micro-batches are more than a step has at most, 65536"),
     ("replay_ticket", ["--checkpoints", ".", "--step", "1", "--tolerance", "nan"], "--tolerance: 'nan' is not a number above 0"),
     ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
     ("launch_local", ["--data", ""], "--data: '' is no path"),

@@ -21,7 +21,7 @@ from swarm.peer.load import LoadMeter
 from swarm.peer.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
-from swarm.stage.device import Added, Device, Outgoing, Payload, Told
+from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tensors
 from swarm.stage.norms import finite, gradient_norms, norm_of
@@ -168,21 +168,22 @@ class MicroBatchServer:
         forward = await self._executor.run(
             lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
         )
-        activation, sent = forward.value
+        activation, sent, worked_forward = forward.value
         work.queue_s = forward.queue_s
         work.move("sent")
         below: HopResult | None = None
         if not self._compute.last:  # the last stage goes on without waiting for its device
-            await self._device.complete(sent)
+            await self._device.complete(sent, worked_forward)
             below = await self._downstream(work, sent.payload, progress)
         work.move("gradient")
         await asyncio.wait([claim], timeout=member.config.timing.request_s)
         backward = await self._executor.run(
             lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
         )
-        answer, added, told = backward.value
-        await self._device.complete(sent, answer, added, told)
-        work.forward_s, work.backward_s = sent.seconds or forward.run_s, added.seconds or backward.run_s
+        answer, added, told, worked_backward = backward.value
+        await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
+        work.forward_s = forward.run_s if worked_forward.seconds is None else worked_forward.seconds
+        work.backward_s = backward.run_s if worked_backward.seconds is None else worked_backward.seconds
         work.queue_s += backward.queue_s
         self._note(work, sent.payload, below, answer.payload)
         verdict = added.verdict
@@ -206,7 +207,7 @@ class MicroBatchServer:
             busy_s=work.forward_s + work.backward_s, queue_s=work.queue_s, num_bytes=max(received, sent)
         )
 
-    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing]:
+    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing, Worked]:
         compute, device = self._compute, self._device
         device.begin()
         inputs = device.receive(work.frame, "input")
@@ -225,11 +226,11 @@ class MicroBatchServer:
         sent = device.send({name: t.detach() for name, t in outputs.items()}, self._codec, "input")
         if not keep:
             activation.outputs = None
-        return activation, sent
+        return activation, sent, device.end()
 
     def _backward_job(
         self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
-    ) -> tuple[Outgoing, Added, Told]:
+    ) -> tuple[Outgoing, Added, Told, Worked]:
         """Backward, claim, ledger and sum as one job: nothing comes between them."""
         device = self._device
         device.begin()
@@ -247,7 +248,7 @@ class MicroBatchServer:
         )  # fmt: skip
         if with_norms:
             work.norms |= gradient_norms(result.inputs, added.norm, loss_scale=loss_scale)
-        return answer, added, device.tell(work.norms)
+        return answer, added, device.tell(work.norms), device.end()
 
     async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:
         message = work.message

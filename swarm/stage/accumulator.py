@@ -1,4 +1,5 @@
-"""The gradient sum of one step at one peer, with its ledger. Written by the compute thread alone.
+"""The gradient sum of one step at one peer, with its ledger. Written by backward and control jobs alone,
+which run one at a time.
 
 Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise 1 rests on this).
 """

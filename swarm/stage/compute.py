@@ -18,6 +18,7 @@ from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
+    CALLING,
     Compilable,
     Outlined,
     Places,
@@ -227,12 +228,13 @@ class StageCompute:
         return hook
 
     def _call(self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, train: bool) -> Tensors:
-        self._ticket = ticket
-        self._calls.clear()
-        if self._module.training != train:
-            self._module.train(train)
-        with self._places.holding(version.parameters):
-            return self._module(inputs, labels)
+        with CALLING:
+            self._ticket = ticket
+            self._calls.clear()
+            if self._module.training != train:
+                self._module.train(train)
+            with self._places.holding(version.parameters):
+                return self._module(inputs, labels)
 
     def forward(
         self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool

@@ -1,6 +1,7 @@
-"""A CUDA device: copies on their own streams from and to pinned memory, and a compute thread that runs a little ahead.
+"""A CUDA device: copies on their own streams from and to pinned memory, and compute threads that run a little ahead.
 
-The compute thread enqueues kernels on the device's default stream and never waits for a result. What it needs arrives
+Two threads, one for forwards and one for all else, enqueue kernels on the device's default stream and never wait for a
+result: where starting the kernels takes longer than running them, both start some at a time. What they need arrives
 through the upload stream; what leaves goes through the download stream into pinned memory. One more thread waits for
 the downloads, in the order in which they began.
 
@@ -10,6 +11,8 @@ flight: requests by the transport's admission, answers by the number of requests
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -18,11 +21,11 @@ import torch
 
 from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator
-from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, entry_of
+from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, Worked, entry_of
 from swarm.stage.executor import Priority, ThreadExecutor
 from swarm.stage.kernels import survey
 from swarm.stage.module import Tensors
-from swarm.wire.compression import code_tensor, decode_coded, decode_tensor, encode_tensor, require_finite
+from swarm.wire.compression import NonFinite, code_tensor, decode_coded, decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
 
@@ -36,7 +39,7 @@ _PIECE_ELEMENTS = 2**24
 
 
 class Pace:
-    """Called after each job: holds the compute thread until at most `JOBS_AHEAD` jobs are left at the device.
+    """Called after each job: holds its thread until at most `JOBS_AHEAD` jobs are left at the device.
 
     So the device never runs dry, and a backward that comes in overtakes all but two jobs. The thread sleeps meanwhile.
     """
@@ -44,11 +47,14 @@ class Pace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._running: deque[torch.cuda.Event] = deque()
+        self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        self._running.append(_event_on(torch.cuda.current_stream(self._device)))
-        if len(self._running) > JOBS_AHEAD:
-            self._running.popleft().synchronize()
+        with self._lock:
+            self._running.append(_event_on(torch.cuda.current_stream(self._device)))
+            oldest = self._running.popleft() if len(self._running) > JOBS_AHEAD else None
+        if oldest is not None:
+            oldest.synchronize()
 
 
 def copy_to_host(source: torch.Tensor) -> torch.Tensor:
@@ -106,6 +112,16 @@ def pinned_buffer(num_bytes: int) -> memoryview:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
+class _Job(threading.local):
+    """What each compute thread keeps for its jobs."""
+
+    def __init__(self) -> None:
+        #: When its present job reached the device.
+        self.began: torch.cuda.Event | None = None
+        #: What is being copied in: its memory must stay until the copy is done, also if its request is given up.
+        self.arriving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+
+
 class CudaDevice(Device):
     """One CUDA device."""
 
@@ -115,9 +131,8 @@ class CudaDevice(Device):
         self._compute = torch.cuda.default_stream(device)
         self._uploads = torch.cuda.Stream(device)
         self._downloads = torch.cuda.Stream(device)
-        #: What is being copied in: its memory must stay until the copy is done, also if its request is given up.
-        self._arriving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
-        self._began = _event_on(self._compute, timed=True)
+        self._job = _Job()
+        self._counted = _Counted()
         self._waiter = ThreadExecutor("downloads", prepare=lambda: torch.cuda.set_device(device))
         self.allocate = pinned_buffer
 
@@ -128,13 +143,18 @@ class CudaDevice(Device):
         }
 
     def begin(self) -> None:
-        self._began = _event_on(self._compute, timed=True)
+        self._job.began = _event_on(self._compute, timed=True)
+
+    def end(self) -> Worked:
+        assert self._job.began is not None
+        return _WorkedLater(self._job.began, _event_on(self._compute, timed=True), self._counted)
 
     # ------------------------------------------------------------------------------------------------ in
 
     def receive(self, frame: Frame, role: str) -> Tensors:
-        while self._arriving and self._arriving[0][0].query():
-            self._arriving.popleft()
+        arriving = self._job.arriving
+        while arriving and arriving[0][0].query():
+            arriving.popleft()
         return {
             spec.name: self._upload(spec, buffer)
             for spec, buffer in zip(frame.message.tensors, frame.buffers, strict=True)
@@ -148,7 +168,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._uploads):
             coded = source.to(self._device, non_blocking=True)
         done = _event_on(self._uploads)
-        self._arriving.append((done, source))
+        self._job.arriving.append((done, source))
         self._compute.wait_event(done)
         coded.record_stream(self._compute)
         return decode_coded(spec, coded)
@@ -157,13 +177,11 @@ class CudaDevice(Device):
 
     def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
         parts = [_Part(name, tensor.detach(), codec, role) for name, tensor in tensors.items()]
-        worked = _event_on(self._compute, timed=True)
-        self._downloads.wait_event(worked)
+        self._downloads.wait_event(_event_on(self._compute))
         with torch.cuda.stream(self._downloads):
             for part in parts:
                 part.download(self._downloads)
-        done = _event_on(self._downloads)
-        return _Download(parts, self._began, worked, done)
+        return _Download(parts, _event_on(self._downloads))
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
@@ -175,7 +193,7 @@ class CudaDevice(Device):
         numbers = _DeviceNumbers(*self._download_numbers([seen.is_valid, *told]), known)
         marked = accumulator.add_unseen(index, numbers, seen.is_valid, gradients, loss_scale=loss_scale)
         norm = seen.norm() if with_norm else None
-        return _AddedLater(marked, numbers, norm, self._began, _event_on(self._compute, timed=True))
+        return Added(marked=marked, numbers=numbers, norm=norm)
 
     def _download_numbers(self, numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Single numbers as fp64 in pinned memory, there once the event is done."""
@@ -199,6 +217,30 @@ class CudaDevice(Device):
 
     def close(self) -> None:
         self._waiter.close()
+
+
+class _Counted:
+    """Until when the device's work has been counted, by the thread that waits for it."""
+
+    until: torch.cuda.Event | None = None
+
+
+class _WorkedLater(Worked):
+    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, counted: _Counted) -> None:
+        self._began = began
+        self._ended = ended
+        self._counted = counted
+
+    def wait(self) -> None:
+        if self.seconds is not None:
+            return
+        self._ended.synchronize()
+        took_ms, before = self._began.elapsed_time(self._ended), self._counted.until
+        if before is not None:
+            took_ms = min(took_ms, before.elapsed_time(self._ended))
+        if took_ms > 0.0:
+            self._counted.until = self._ended
+        self.seconds = max(0.0, took_ms / 1e3)
 
 
 class _Part:
@@ -229,27 +271,25 @@ class _Part:
             NonFinite: a finite value overflows in the codec.
         """
         if self._checks is not None:
-            if not bool(torch.isfinite(self._host_checks[:2]).all()):
+            low, high, *watched = self._host_checks.tolist()
+            if not (math.isfinite(low) and math.isfinite(high)):
                 return encode_tensor(self.spec.name, self._tensor, "raw", self._role)
-            require_finite(self._host_checks[2:], f"{self.spec.name} in {self.spec.codec}")
+            if not all(map(math.isfinite, watched)):
+                raise NonFinite(f"{self.spec.name} in {self.spec.codec} is not finite")
         return self.spec, self._host.numpy().data
 
 
 class _Download(Outgoing):
-    def __init__(
-        self, parts: list[_Part], began: torch.cuda.Event, worked: torch.cuda.Event, done: torch.cuda.Event
-    ) -> None:
+    def __init__(self, parts: list[_Part], done: torch.cuda.Event) -> None:
         super().__init__([])
         self._parts = parts
-        self._times = (began, worked)
         self._done = done
 
     def wait(self) -> None:
         self._done.synchronize()
-        began, worked = self._times
-        self.seconds = began.elapsed_time(worked) / 1e3
-        self.payload = [part.payload() for part in self._parts]
-        self._parts = []
+        if self._parts:
+            self.payload = [part.payload() for part in self._parts]
+            self._parts = []
 
 
 class _DeviceNumbers:
@@ -285,21 +325,6 @@ class _ToldLater(Told):
     def wait(self) -> None:
         self._done.synchronize()
         self.values = dict(zip(self._names, self._host.tolist(), strict=True))
-
-
-class _AddedLater(Added):
-    def __init__(
-        self, marked: bool, numbers: _DeviceNumbers, norm: torch.Tensor | None, began: torch.cuda.Event,
-        ended: torch.cuda.Event,
-    ) -> None:  # fmt: skip
-        super().__init__(marked=marked, numbers=numbers, norm=norm)
-        self._times = (began, ended)
-
-    def wait(self) -> None:
-        super().wait()
-        began, ended = self._times
-        ended.synchronize()
-        self.seconds = began.elapsed_time(ended) / 1e3
 
 
 def _writable(buffer: Buffer) -> Buffer:

@@ -32,11 +32,15 @@ Allocate = Callable[[int], memoryview]
 class Transfer:
     """Something on its way from the device; its fields are valid once `Device.complete` has returned."""
 
-    #: How long the device worked on the job until here (None: as long as its thread).
-    seconds: float | None = None
-
     def wait(self) -> None:
-        """Block this thread until it is complete."""
+        """Block this thread until it is complete; a second time does nothing."""
+
+
+class Worked(Transfer):
+    """The end of a job at the device."""
+
+    #: How long the device worked on it, without what it worked on another job meanwhile; None: as long as its thread.
+    seconds: float | None = None
 
 
 class Outgoing(Transfer):
@@ -93,7 +97,7 @@ class Told(Transfer):
 
 
 class Device(abc.ABC):
-    """Where a stage computes. `receive`, `send` and `add` run in jobs of the compute thread."""
+    """Where a stage computes. All but `complete` and `close` are called in jobs of its compute thread."""
 
     #: Gives the transport memory to receive into; None where any will do.
     allocate: Allocate | None = None
@@ -105,6 +109,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def begin(self) -> None:
         """A job begins."""
+
+    @abc.abstractmethod
+    def end(self) -> Worked:
+        """It has begun all that it does."""
 
     @abc.abstractmethod
     def receive(self, frame: Frame, role: str) -> Tensors:
@@ -151,6 +159,9 @@ class HostDevice(Device):
 
     def begin(self) -> None:
         """Nothing to note."""
+
+    def end(self) -> Worked:
+        return Worked()
 
     def receive(self, frame: Frame, role: str) -> Tensors:
         return {
@@ -215,10 +226,10 @@ def device_of(name: str) -> Device:
 
 
 def compute_thread(name: str) -> ThreadExecutor:
-    """The compute thread of the device `cpu` or `cuda:N`."""
+    """The compute thread of the device `cpu` or `cuda:N`, which has two."""
     if torch.device(name).type == "cpu":
         return ThreadExecutor()
     from swarm.stage.cuda import Pace
 
     device = torch.device(name)
-    return ThreadExecutor(prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))
+    return ThreadExecutor(forward_apart=True, prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))

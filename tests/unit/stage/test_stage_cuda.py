@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.device import Added, Device, compute_thread, device_of, on_device, on_host
+from swarm.stage.device import Added, Device, Worked, compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.kernels import Summand, add_together, survey
@@ -260,6 +261,32 @@ def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value:
         assert (added.verdict, added.entry) == ("accumulated" if value == 1.0 else "overflow", expected)
         assert added.norm is not None
         assert float(added.norm) == pytest.approx(sum(math.prod(shape) for shape in LAYOUT.shapes) ** 0.5 * value, nan_ok=True)
+
+    with_device(name, main)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_the_device_does_for_two_jobs_at_once_is_counted_once(name: str) -> None:
+    async def main(device: Device) -> None:
+        executor = compute_thread(name)
+        factor = torch.ones(1024, 1024, device=name)
+
+        def job() -> Worked:
+            device.begin()
+            for _ in range(50):
+                factor @ factor
+            return device.end()
+
+        began = time.perf_counter()
+        jobs = [executor.run(job, priority) for _ in range(6) for priority in (Priority.FORWARD, Priority.BACKWARD)]
+        worked = [outcome.value for outcome in await asyncio.gather(*jobs)]
+        await device.complete(*worked)
+        passed = time.perf_counter() - began
+        executor.close()
+        if name == "cpu":
+            assert all(one.seconds is None for one in worked), "there its thread's time is the device's"
+        else:
+            assert 0.0 < sum(one.seconds for one in worked if one.seconds is not None) <= passed
 
     with_device(name, main)
 

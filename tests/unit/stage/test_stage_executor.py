@@ -23,20 +23,29 @@ class Fault(Exception):
     """Raised by a job."""
 
 
-def on_thread(main: Callable[[ThreadExecutor], Awaitable[None]]) -> None:
+def join(executor: ThreadExecutor) -> None:
+    for thread in executor._threads:
+        thread.join(WITHIN_S)
+        assert not thread.is_alive(), "the threads must end when the executor is closed"
+
+
+def on_thread(main: Callable[[ThreadExecutor], Awaitable[None]], *, forward_apart: bool = False) -> None:
     """Run `main` with an executor on a real loop; nothing in it sleeps, and nothing may hang."""
 
     async def bounded() -> None:
-        executor = ThreadExecutor()
+        executor = ThreadExecutor(forward_apart=forward_apart)
         try:
             async with asyncio.timeout(WITHIN_S):
                 await main(executor)
         finally:
             executor.close()
-            executor._thread.join(WITHIN_S)
-            assert not executor._thread.is_alive(), "the thread must end when the executor is closed"
+            join(executor)
 
     asyncio.run(bounded())
+
+
+def on_two_threads(main: Callable[[ThreadExecutor], Awaitable[None]]) -> None:
+    on_thread(main, forward_apart=True)
 
 
 def in_virtual_time(main: Callable[[InlineExecutor], Awaitable[None]], duration_s: float = 1.0) -> None:
@@ -46,7 +55,8 @@ def in_virtual_time(main: Callable[[InlineExecutor], Awaitable[None]], duration_
     run_virtual(bounded())
 
 
-BOTH = pytest.mark.parametrize("run_on", [on_thread, in_virtual_time])
+ALL = pytest.mark.parametrize("run_on", [on_thread, on_two_threads, in_virtual_time])
+THREADS = pytest.mark.parametrize("run_on", [on_thread, on_two_threads])
 
 
 class Blocker:
@@ -82,7 +92,7 @@ async def queued(*tasks: asyncio.Task[object]) -> None:
 # ---------------------------------------------------------------------------------------------------- both
 
 
-@BOTH
+@ALL
 def test_a_job_gives_its_value_and_its_times(run_on: Callable) -> None:
     async def main(executor: Executor) -> None:
         outcome = await executor.run(lambda: 7, FORWARD)
@@ -94,7 +104,7 @@ def test_a_job_gives_its_value_and_its_times(run_on: Callable) -> None:
     run_on(main)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("error", [Fault("mine"), KeyError("x"), MemoryError()])
 def test_a_jobs_exception_goes_to_its_waiter_and_the_next_job_runs(run_on: Callable, error: Exception) -> None:
     async def main(executor: Executor) -> None:
@@ -110,7 +120,7 @@ def test_a_jobs_exception_goes_to_its_waiter_and_the_next_job_runs(run_on: Calla
     run_on(main)
 
 
-@BOTH
+@ALL
 def test_a_job_that_exhausts_an_iterator_still_answers_its_waiter(run_on: Callable) -> None:
     """A future refuses to hold a StopIteration: the waiter must get some error, not wait for ever."""
     answers: list[BaseException | None] = []
@@ -126,7 +136,7 @@ def test_a_job_that_exhausts_an_iterator_still_answers_its_waiter(run_on: Callab
     assert isinstance(answers[0], Exception)
 
 
-@BOTH
+@ALL
 def test_a_closed_executor_takes_no_job(run_on: Callable) -> None:
     async def main(executor: Executor) -> None:
         executor.close()
@@ -164,7 +174,8 @@ def test_jobs_run_on_one_thread_that_is_not_the_loops() -> None:
     on_thread(main)
 
 
-def test_a_cancelled_job_that_has_not_begun_never_runs() -> None:
+@THREADS
+def test_a_cancelled_job_that_has_not_begun_never_runs(run_on: Callable) -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         ran: list[str] = []
@@ -177,10 +188,11 @@ def test_a_cancelled_job_that_has_not_begun_never_runs() -> None:
         await wanted
         assert ran == ["wanted"]
 
-    on_thread(main)
+    run_on(main)
 
 
-def test_a_job_that_has_begun_ends_though_its_waiter_is_gone() -> None:
+@THREADS
+def test_a_job_that_has_begun_ends_though_its_waiter_is_gone(run_on: Callable) -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         blocker.task.cancel()
@@ -189,10 +201,11 @@ def test_a_job_that_has_begun_ends_though_its_waiter_is_gone() -> None:
         assert (await executor.run(lambda: "next", FORWARD)).value == "next"
         assert executor.finished == 2
 
-    on_thread(main)
+    run_on(main)
 
 
-def test_close_drops_what_is_queued_and_lets_the_running_job_end() -> None:
+@THREADS
+def test_close_drops_what_is_queued_and_lets_the_running_job_end(run_on: Callable) -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         ran: list[str] = []
@@ -205,10 +218,11 @@ def test_close_drops_what_is_queued_and_lets_the_running_job_end() -> None:
         assert (await blocker.task).value == "blocker"
         assert ran == []
 
-    on_thread(main)
+    run_on(main)
 
 
-def test_a_running_job_shows_that_it_advances() -> None:
+@THREADS
+def test_a_running_job_shows_that_it_advances(run_on: Callable) -> None:
     """A waiter sees ticks while the job runs: slowness is not death."""
 
     async def main(executor: ThreadExecutor) -> None:
@@ -229,10 +243,11 @@ def test_a_running_job_shows_that_it_advances() -> None:
         await task
         assert executor.finished == 3
 
-    on_thread(main)
+    run_on(main)
 
 
-def test_a_hung_job_does_not_advance_the_counter() -> None:
+@THREADS
+def test_a_hung_job_does_not_advance_the_counter(run_on: Callable) -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         waiting = asyncio.create_task(executor.run(lambda: None, CONTROL))
@@ -241,7 +256,7 @@ def test_a_hung_job_does_not_advance_the_counter() -> None:
         blocker.let_go()
         await waiting
 
-    on_thread(main)
+    run_on(main)
 
 
 def test_time_in_the_queue_is_told_apart_from_time_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +279,124 @@ def test_time_in_the_queue_is_told_apart_from_time_at_work(monkeypatch: pytest.M
         assert (second.queue_s, second.run_s) == (5.0, 2.0)
 
     on_thread(main)
+
+
+# ---------------------------------------------------------------------------------------------------- two threads
+
+
+class Gates:
+    """Jobs that tell when they begin and end when they are told to."""
+
+    def __init__(self, executor: ThreadExecutor) -> None:
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._gates: dict[str, threading.Event] = {}
+        self._begun: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[object]] = {}
+        self.running: list[str] = []
+
+    async def ask_for(self, name: str, priority: Priority) -> None:
+        gate = self._gates[name] = threading.Event()
+        self._begun[name] = asyncio.Event()
+
+        def job() -> None:
+            self._loop.call_soon_threadsafe(self._begin, name)
+            assert gate.wait(WITHIN_S)
+
+        self._tasks[name] = asyncio.create_task(self._executor.run(job, priority))
+        await queued(self._tasks[name])
+
+    def _begin(self, name: str) -> None:
+        self.running.append(name)
+        self._begun[name].set()
+
+    async def begun(self, name: str) -> None:
+        await self._begun[name].wait()
+
+    async def end(self, name: str) -> None:
+        self._gates[name].set()
+        await self._tasks[name]
+        self.running.remove(name)
+
+
+async def a_while() -> None:
+    """Long enough for a job to begin that must not: what is asserted after it holds however slow the machine is."""
+    await asyncio.sleep(0.05)
+
+
+def test_a_forward_runs_beside_a_backward_and_begins_only_while_few_wait() -> None:
+    async def main(executor: ThreadExecutor) -> None:
+        jobs = Gates(executor)
+        for name, priority in (("b0", BACKWARD), ("f1", FORWARD)):
+            await jobs.ask_for(name, priority)
+            await jobs.begun(name)
+        assert jobs.running == ["b0", "f1"]
+        waiting = [f"b{number}" for number in range(1, 1 + module.WAITING_BACKWARDS)]
+        for name in waiting:
+            await jobs.ask_for(name, BACKWARD)
+        await jobs.ask_for("f2", FORWARD)
+        await jobs.end("f1")
+        await a_while()
+        assert jobs.running == ["b0"], "too many backwards wait"
+        await jobs.end("b0")
+        await jobs.begun("b1")
+        await jobs.begun("f2")
+        for name in ("f2", *waiting):
+            await jobs.begun(name)
+            await jobs.end(name)
+
+    on_two_threads(main)
+
+
+def test_a_control_job_runs_beside_nothing() -> None:
+    async def main(executor: ThreadExecutor) -> None:
+        jobs = Gates(executor)
+        await jobs.ask_for("f1", FORWARD)
+        await jobs.begun("f1")
+        await jobs.ask_for("c", CONTROL)
+        await jobs.ask_for("b", BACKWARD)
+        await jobs.ask_for("f2", FORWARD)
+        await jobs.ask_for("e", EVALUATION)
+        await a_while()
+        assert jobs.running == ["f1"]
+        await jobs.end("f1")
+        await jobs.begun("c")
+        await a_while()
+        assert jobs.running == ["c"]
+        await jobs.end("c")
+        await jobs.begun("b")
+        await jobs.begun("f2")
+        await a_while()
+        assert sorted(jobs.running) == ["b", "f2"], "the evaluation has the forward's thread"
+        for name in ("b", "f2"):
+            await jobs.end(name)
+        await jobs.begun("e")
+        await jobs.end("e")
+
+    on_two_threads(main)
+
+
+def test_thousands_of_jobs_on_two_threads_keep_to_the_rules() -> None:
+    async def main(executor: ThreadExecutor) -> None:
+        lock, running = threading.Lock(), {priority: 0 for priority in Priority}
+        wrong: list[dict[Priority, int]] = []
+
+        def job(priority: Priority) -> None:
+            with lock:
+                running[priority] += 1
+                forwards = running[FORWARD] + running[EVALUATION]
+                if forwards > 1 or running[BACKWARD] > 1 or (running[CONTROL] and sum(running.values()) > 1):
+                    wrong.append(dict(running))
+            executor.tick()
+            with lock:
+                running[priority] -= 1
+
+        priorities = [Priority(number % 7 % 4) for number in range(4000)]
+        await asyncio.gather(*(executor.run(lambda p=p: job(p), p) for p in priorities))
+        assert not wrong
+        assert executor.finished == 2 * len(priorities), "no tick is lost"
+
+    on_two_threads(main)
 
 
 # ---------------------------------------------------------------------------------------------------- virtual time
@@ -383,7 +516,7 @@ def test_the_next_job_waits_for_after_job_and_the_jobs_waiter_does_not() -> None
             gate.set()
             await second
         executor.close()
-        executor._thread.join(WITHIN_S)
+        join(executor)
         assert happened == ["prepared", "first", "after", "second", "after"]
 
     asyncio.run(main())

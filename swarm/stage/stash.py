@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 
 class MemoryBudget:
-    """Counts bytes against a bound.
+    """Counts bytes against a bound, for the event loop and the compute thread.
 
     Invariant: `0 <= used_bytes <= limit_bytes`.
     """
@@ -12,14 +14,17 @@ class MemoryBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self._lock = threading.Lock()
 
     def reserve(self, num_bytes: int) -> bool:
         """Take `num_bytes` if they fit."""
-        if self.used_bytes + num_bytes > self.limit_bytes:
-            return False
-        self.used_bytes += num_bytes
-        return True
+        with self._lock:
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return False
+            self.used_bytes += num_bytes
+            return True
 
     def release(self, num_bytes: int) -> None:
-        self.used_bytes -= num_bytes
+        with self._lock:
+            self.used_bytes -= num_bytes
         assert self.used_bytes >= 0, "more memory released than reserved"

@@ -184,8 +184,7 @@ class LocalSwarm:
         if left:
             text += f"; stage {stage} goes on with {', '.join(left)}"
         else:
-            text += (f"; stage {stage} has no process left here: unless another peer serves it, or joins within "
-                     f"{self._config.timing.stage_lost_s:g} s the run fails")
+            text += f"; stage {stage} has no process left here: unless another peer serves it, the run waits for one"
         self._view.event(text)
 
     def _report(self, name: str, report: dict[str, Any]) -> None:

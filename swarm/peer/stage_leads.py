@@ -109,7 +109,8 @@ class StageLeads:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
                 lost_s = self._reign.timing.stage_lost_s
                 self._reign.waiting_for = (
-                    f"a live member of stage {stage}; without one for {lost_s:g} s the run goes back to a checkpoint"
+                    f"a live member of stage {stage}; without one for {lost_s:g} s the run goes back to a checkpoint, once "
+                    "there are peers that have one"
                 )
                 if lost_since is None:
                     lost_since = self._reign.now

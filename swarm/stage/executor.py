@@ -110,7 +110,8 @@ class ThreadExecutor(Executor):
         name: of the thread.
         forward_apart: for devices where a job only starts what is computed.
         prepare: called first of all in each thread.
-        after_job: called after each job; its thread's next waits for it, the job's waiter does not.
+        after_job: called after each job; its thread's next waits for it, the job's waiter does not. What either raises
+            is the outcome of the thread's next job.
     """
 
     def __init__(
@@ -183,26 +184,26 @@ class ThreadExecutor(Executor):
 
     def _work(self, lane: _Lane) -> None:
         torch.set_num_threads(self._num_threads)
-        if self._prepare is not None:
-            self._prepare()
+        trouble = _raised_by(self._prepare)
         while (taken := self._next(lane)) is not None:
             job, future, queued_at = taken
-            if future.cancelled():
-                continue
-            began = time.monotonic()
-            try:
-                value, error = job(), None
-            except BaseException as raised:  # handed to the waiter, whatever it is
-                value, error = None, raised
-            self.tick()
-            ended = time.monotonic()
-            try:
-                self._loop.call_soon_threadsafe(_settle, future, Outcome(value, began - queued_at, ended - began), error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
-            del taken, job, value, error, future
-            if self._after_job is not None:
-                self._after_job()
+            if not future.cancelled():
+                began = time.monotonic()
+                try:
+                    if trouble is not None:
+                        raise trouble
+                    value, error = job(), None
+                except BaseException as raised:  # handed to the waiter, whatever it is
+                    value, error = None, raised
+                self.tick()
+                ended = time.monotonic()
+                try:
+                    self._loop.call_soon_threadsafe(_settle, future, Outcome(value, began - queued_at, ended - began), error)
+                except RuntimeError:  # the loop is closed: nobody waits any more
+                    return
+                del value, error
+                trouble = _raised_by(self._after_job)
+            del taken, job, future  # what they hold is let go before the next is waited for
 
     def close(self) -> None:
         with self._lock:
@@ -213,6 +214,15 @@ class ThreadExecutor(Executor):
                 lane.wake.notify_all()
         for _, _, _, future, _ in dropped:
             future.cancel()
+
+
+def _raised_by(call: Callable[[], None] | None) -> BaseException | None:
+    try:
+        if call is not None:
+            call()
+    except BaseException as error:  # a device that broke
+        return error
+    return None
 
 
 def _settle(future: asyncio.Future[Any], outcome: Outcome[Any], error: BaseException | None) -> None:

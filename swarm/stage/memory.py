@@ -121,8 +121,9 @@ def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config:
     room = limit_bytes - needed.num_bytes
     if room < LEAST_IN_FLIGHT_BYTES:
         raise ConfigError(
-            f"stage {stage} of {config.num_stages} needs {needed}, and this peer has {_text(limit_bytes)} ({limit}); cut the "
-            "model into more stages (--stages), or train less of it (--lora, --frozen)"
+            f"stage {stage} of {config.num_stages} needs {needed} and {_text(LEAST_IN_FLIGHT_BYTES)} for micro-batches, and this "
+            f"peer has {_text(limit_bytes)} ({limit}); cut the model into more stages (--stages), or train less of it (--lora, "
+            "--frozen)"
         )
     return room
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
@@ -520,6 +521,50 @@ def test_the_next_job_waits_for_after_job_and_the_jobs_waiter_does_not() -> None
         assert happened == ["prepared", "first", "after", "second", "after"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("forward_apart", [False, True])
+def test_a_device_that_breaks_between_two_jobs_is_told_to_the_next_ones_waiter(forward_apart: bool) -> None:
+    """Promise 4: a thread that ended instead would leave everyone waiting."""
+
+    async def main() -> None:
+        def after_job() -> None:
+            raise Fault("broken")
+
+        executor = ThreadExecutor(forward_apart=forward_apart, after_job=after_job)
+        async with asyncio.timeout(WITHIN_S):
+            await executor.run(lambda: None, FORWARD)
+            if forward_apart:
+                await executor.run(lambda: None, BACKWARD)
+            for priority in (FORWARD, BACKWARD):
+                with pytest.raises(Fault, match="broken"):
+                    await executor.run(lambda: pytest.fail("ran"), priority)
+        executor.close()
+        join(executor)
+
+    asyncio.run(main())
+
+
+@THREADS
+def test_what_a_dropped_job_holds_is_let_go_though_no_other_job_comes(run_on: Callable) -> None:
+    class Activation:
+        pass
+
+    async def main(executor: ThreadExecutor) -> None:
+        blocker = await Blocker(executor).begun()
+        activation = Activation()
+        held, gone = weakref.ref(activation), asyncio.Event()
+        weakref.finalize(activation, asyncio.get_running_loop().call_soon_threadsafe, gone.set)
+        task = asyncio.create_task(executor.run(lambda kept=activation: kept, BACKWARD))
+        await queued(task)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del activation, task
+        blocker.let_go()
+        await gone.wait()
+        assert held() is None
+
+    run_on(main)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core there is never a second thread")

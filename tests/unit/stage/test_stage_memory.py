@@ -62,8 +62,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     assert str(caught.value) == (
         "stage 2 of 4 needs 1.83 GB for 50,000,000 trained and 7,000,000 frozen parameters (parameters 200.0 MB, AdamW's "
         "moments 400.0 MB, both once more while a step is applied 600.0 MB, gradient sums and averages 600.0 MB, frozen "
-        "parameters 28.0 MB), and this peer has 1.00 GB (--memory-limit); cut the model into more stages (--stages), or train "
-        "less of it (--lora, --frozen)"
+        "parameters 28.0 MB) and 16.8 MB for micro-batches, and this peer has 1.00 GB (--memory-limit); cut the model into more "
+        "stages (--stages), or train less of it (--lora, --frozen)"
     )
     assert room_in_flight(needed, 2 * 10**9, stage=2, config=config, limit="x") == 2 * 10**9 - needed.num_bytes
     with pytest.raises(ConfigError):

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from swarm.lifecycle.micro_batch import MICRO_BATCH
@@ -32,6 +33,10 @@ from swarm.wire.compression import CODECS
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
+
+#: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: one in each,
+#: for there is nothing to wait for but the claim, which is asked for before.
+GRAPHS_OF_LAST_STAGE = 2
 
 
 @dataclass
@@ -73,6 +78,10 @@ class MicroBatchServer:
         self._compute = member.compute
         self._executor = member.executor
         self._codec = CODECS[member.config.compression]
+        #: Entered by a micro-batch from its forward to its backward. Elsewhere the budget counts graphs.
+        self._room: AbstractAsyncContextManager[None] = nullcontext()
+        if self._compute.last:
+            self._room = asyncio.Semaphore(GRAPHS_OF_LAST_STAGE)
         self.accepting: Callable[[], bool] = lambda: True
         #: Requests by their phase, of those under way, and the ends of all so far.
         self.phases: Counter[str] = Counter()
@@ -163,23 +172,26 @@ class MicroBatchServer:
         message, member = work.message, self._member
         step, index = message.ticket
         state = member.step_state(step)
-        claim = self._claims.request(step, index)
-        work.move("forward")
-        forward = await self._executor.run(
-            lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
-        )
-        activation, sent, worked_forward = forward.value
-        work.queue_s = forward.queue_s
-        work.move("sent")
-        below: HopResult | None = None
-        if not self._compute.last:  # the last stage goes on without waiting for its device
-            await self._device.complete(sent, worked_forward)
-            below = await self._downstream(work, sent.payload, progress)
-        work.move("gradient")
-        await asyncio.wait([claim], timeout=member.config.timing.request_s)
-        backward = await self._executor.run(
-            lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
-        )
+        loop = asyncio.get_running_loop()
+        claim, came_at = self._claims.request(step, index), loop.time()
+        async with self._room:
+            work.queue_s = loop.time() - came_at
+            work.move("forward")
+            forward = await self._executor.run(
+                lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
+            )
+            activation, sent, worked_forward = forward.value
+            work.queue_s += forward.queue_s
+            work.move("sent")
+            below: HopResult | None = None
+            if not self._compute.last:  # the last stage goes on without waiting for its device
+                await self._device.complete(sent, worked_forward)
+                below = await self._downstream(work, sent.payload, progress)
+            work.move("gradient")
+            await asyncio.wait([claim], timeout=max(0.0, came_at + member.config.timing.request_s - loop.time()))
+            backward = await self._executor.run(
+                lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
+            )
         answer, added, told, worked_backward = backward.value
         await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
         work.forward_s = forward.run_s if worked_forward.seconds is None else worked_forward.seconds

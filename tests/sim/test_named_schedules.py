@@ -376,3 +376,40 @@ def test_a_forward_before_and_a_backward_after_a_commit(recomputed):
         await simulation.close()
 
     run_checked(main())
+
+
+def test_a_last_stage_whose_claims_are_late_keeps_two_graphs():
+    """Otherwise one for each micro-batch on its way, which nobody counts."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=3, target_batch_size=64), seed=34)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 1)
+        leader = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n.peer.member.leads())
+        member = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n is not leader)
+        compute, graphs, most = member.peer.member.compute, 0, 0
+        forward, backward = compute.forward, compute.backward
+
+        def counted_forward(*args, **kwargs):
+            nonlocal graphs, most
+            graphs += 1
+            most = max(most, graphs)
+            return forward(*args, **kwargs)
+
+        def counted_backward(*args, **kwargs):
+            nonlocal graphs
+            graphs -= 1
+            return backward(*args, **kwargs)
+
+        compute.forward, compute.backward = counted_forward, counted_backward
+        with Held(simulation, kind(m.Claim, source=member)) as held:
+            await held.reached()
+            await until(lambda: member.peer.micro_batches.in_flight > 2, "more micro-batches wait there")
+            await asyncio.sleep(0.5)
+        await simulation.finish()
+        assert most == 2
+        assert graphs == 0
+        check(simulation)
+        await simulation.close()
+
+    run_checked(main())

@@ -103,8 +103,9 @@ class ThreadExecutor(Executor):
     backward job. It begins only while fewer than `WAITING_BACKWARDS` of those wait, which bounds the graphs that wait
     for theirs; and a control job runs beside nothing.
 
-    It computes with as many threads as torch had when it was made: the OpenMP of each thread has a number of its own, which
-    a product or a dot product takes to be all cores until it was set (and then waits, busily, for cores that others have).
+    Each computes with as many threads as torch had when they were made: the OpenMP of each thread has a number of its own,
+    which a product or a dot product takes to be all cores until it was set (and then waits, busily, for cores that others
+    have).
 
     Args:
         name: of the thread.

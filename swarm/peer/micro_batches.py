@@ -35,7 +35,7 @@ from swarm.wire.framing import Frame
 logger = logging.getLogger(__name__)
 
 #: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: one in each,
-#: for there is nothing to wait for but the claim, which is asked for before.
+#: for there is nothing to wait for in between.
 GRAPHS_OF_LAST_STAGE = 2
 
 
@@ -173,7 +173,10 @@ class MicroBatchServer:
         step, index = message.ticket
         state = member.step_state(step)
         loop = asyncio.get_running_loop()
-        claim, came_at = self._claims.request(step, index), loop.time()
+        claim, request_s = self._claims.request(step, index), member.config.timing.request_s
+        if self._compute.last:  # no time downstream hides this wait, and a graph would be held meanwhile
+            await asyncio.wait([claim], timeout=request_s)
+        came_at = loop.time()
         async with self._room:
             work.queue_s = loop.time() - came_at
             work.move("forward")
@@ -187,8 +190,8 @@ class MicroBatchServer:
             if not self._compute.last:  # the last stage goes on without waiting for its device
                 await self._device.complete(sent, worked_forward)
                 below = await self._downstream(work, sent.payload, progress)
+                await asyncio.wait([claim], timeout=request_s)
             work.move("gradient")
-            await asyncio.wait([claim], timeout=max(0.0, came_at + member.config.timing.request_s - loop.time()))
             backward = await self._executor.run(
                 lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
             )

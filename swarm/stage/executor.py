@@ -110,9 +110,9 @@ class ThreadExecutor(Executor):
     Args:
         name: of the thread.
         forward_apart: for devices where a job only starts what is computed.
-        prepare: called first of all in each thread.
-        after_job: called after each job; its thread's next waits for it, the job's waiter does not. What either raises
-            is the outcome of the thread's next job.
+        prepare: called first of all in each thread. What it raises is the outcome of all of its jobs.
+        after_job: called after each job; its thread's next waits for it, the job's waiter does not. What it raises is
+            the next one's outcome.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class ThreadExecutor(Executor):
 
     def _work(self, lane: _Lane) -> None:
         torch.set_num_threads(self._num_threads)
-        trouble = _raised_by(self._prepare)
+        trouble = unprepared = _raised_by(self._prepare)
         while (taken := self._next(lane)) is not None:
             job, future, queued_at = taken
             if not future.cancelled():
@@ -203,7 +203,7 @@ class ThreadExecutor(Executor):
                 except RuntimeError:  # the loop is closed: nobody waits any more
                     return
                 del value, error
-                trouble = _raised_by(self._after_job)
+                trouble = unprepared or _raised_by(self._after_job)
             del taken, job, future  # what they hold is let go before the next is waited for
 
     def close(self) -> None:

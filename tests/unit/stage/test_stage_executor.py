@@ -545,6 +545,22 @@ def test_a_device_that_breaks_between_two_jobs_is_told_to_the_next_ones_waiter(f
     asyncio.run(main())
 
 
+def test_no_job_runs_in_a_thread_that_could_not_be_prepared() -> None:
+    async def main() -> None:
+        def prepare() -> None:
+            raise Fault("no such device")
+
+        executor = ThreadExecutor(prepare=prepare)
+        async with asyncio.timeout(WITHIN_S):
+            for _ in range(3):
+                with pytest.raises(Fault, match="no such device"):
+                    await executor.run(lambda: pytest.fail("ran"), FORWARD)
+        executor.close()
+        join(executor)
+
+    asyncio.run(main())
+
+
 @THREADS
 def test_what_a_dropped_job_holds_is_let_go_though_no_other_job_comes(run_on: Callable) -> None:
     class Activation:

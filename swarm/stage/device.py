@@ -97,7 +97,7 @@ class Told(Transfer):
 
 
 class Device(abc.ABC):
-    """Where a stage computes. All but `complete` and `close` are called in jobs of its compute thread."""
+    """Where a stage computes. A job of its compute thread calls `begin`, `receive`, `send`, `add`, `tell`, `end`."""
 
     #: Gives the transport memory to receive into; None where any will do.
     allocate: Allocate | None = None

@@ -304,14 +304,19 @@ class LocalSwarm:
             return SwarmError(f"{ended}, and the run stops without it; go on from its last checkpoint with: {again}")
         why = message or " | ".join(child.last_words(num_lines=3))[-_MAX_WORDS:] or "it said nothing"
         kind = ConfigError if code == 2 else SwarmError
-        return kind(f"{ended}: {why}; see {child.log}")
+        return kind(f"{ended}: {why}" if self._leaves_no_trace else f"{ended}: {why}; see {child.log}")
+
+    @property
+    def _leaves_no_trace(self) -> bool:
+        """It never came to training, and the directory was made for it."""
+        return self._plan.state_dir_is_new and set(self._children) <= {"backbone"}
 
     async def _clean_up(self, grace_s: float) -> None:
         """Afterwards no process is left. The backbone goes last, so that the others can still say goodbye to it."""
         await self._heavy.close(grace_s=grace_s)
         await self._light.close(grace_s=GRACE_STOPPED_S)
-        if self._plan.state_dir_is_new and set(self._children) <= {"backbone"}:
-            shutil.rmtree(self._plan.state_dir, ignore_errors=True)  # it never came to training: leave no trace
+        if self._leaves_no_trace:
+            shutil.rmtree(self._plan.state_dir, ignore_errors=True)
 
     def summary(self, *, is_done: bool) -> list[tuple[str, dict[str, Any]]]:
         """Lines for people, each with its values for machines, once `run` has ended."""

@@ -92,9 +92,9 @@ class LocalAccumulator(Accumulator):
 
     def add_unseen(
         self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
-        loss_scale: float = 1.0,
+        loss_scale: float = 1.0, lent: bool = False,
     ) -> bool:  # fmt: skip
-        is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale)
+        is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, lent=lent)
         if is_marked:
             self._update_when_due()
         return is_marked

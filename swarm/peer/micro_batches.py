@@ -240,7 +240,7 @@ class MicroBatchServer:
             work.norms["output"] = norm
         sent = device.send({name: t.detach() for name, t in outputs.items()}, self._codec, "input")
         if not keep:
-            activation.outputs = None
+            activation.drop_graph()
         return activation, sent, device.end()
 
     def _backward_job(
@@ -259,7 +259,7 @@ class MicroBatchServer:
         loss_scale, with_norms = activation.version.record.loss_scale, bool(work.message.with_norms)
         added = device.add(
             accumulator, work.message.ticket.index, result.parameters, loss_scale=loss_scale, entry=entry,
-            with_norm=with_norms,
+            with_norm=with_norms, lent=result.lent,
         )  # fmt: skip
         if with_norms:
             work.norms |= gradient_norms(result.inputs, added.norm, loss_scale=loss_scale)

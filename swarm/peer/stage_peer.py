@@ -176,7 +176,7 @@ class StagePeer:
     def _warm_up(self) -> None:
         config, member = self.context.config, self.member
         member.compute.warm_up(
-            member.versions.newest, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
+            member.versions.newest, self._budget, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
         )
 
     @property
@@ -224,6 +224,7 @@ class StagePeer:
         await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         self._take_up(compute, before)
         await tasks.close()
+        before.compute.let_go(self._budget)
         await self._threads.compute.run(self._warm_up, Priority.CONTROL)
         self._start_loops()
         for callback in self.on_move:

@@ -99,12 +99,13 @@ class Accumulator:
 
     def add_unseen(
         self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
-        loss_scale: float = 1.0,
+        loss_scale: float = 1.0, lent: bool = False,
     ) -> bool:  # fmt: skip
         """As `add`, on a device that has not computed `is_valid` (see `Summand`) yet: it adds what turns out valid.
 
         The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the
-        next ones; `settle` completes the sum, and tells the ledger what each ticket was, before any seal.
+        next ones, or now if it is only `lent`; `settle` completes the sum, and tells the ledger what each ticket was,
+        before any seal.
 
         Returns:
             Whether the ticket was marked; False without a valid claim.
@@ -116,7 +117,7 @@ class Accumulator:
         try:
             self._prepare()
             self._waiting.append(Summand(gradients, is_valid, 1.0 / loss_scale))
-            if len(self._waiting) == MAX_TOGETHER:
+            if lent or len(self._waiting) == MAX_TOGETHER:
                 self._add_waiting()
         except BaseException:
             self.discard()

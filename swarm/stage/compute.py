@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +18,7 @@ import torch
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
+from swarm.stage.graphs import CapturedStage, Lease
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
     CALLING,
@@ -28,10 +31,16 @@ from swarm.stage.module import (
     replace_parameters,
     saved_buffers,
 )
+from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
+
+logger = logging.getLogger(__name__)
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
+#: CUDA graphs are used where they take at most this part of the time. A GPU that is busy all the time gains nothing: there
+#: they would cost it another pass over the gradients.
+_GRAPHS_PAY = 0.9
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 
@@ -50,6 +59,12 @@ class Activation:
     #: Bytes of the saved graph, without parameters and inputs.
     graph_bytes: int = 0
     recomputed: bool = False
+    #: Where the forward was a CUDA graph: the outputs' graph is captured, too.
+    lease: Lease | None = None
+
+    def drop_graph(self) -> None:
+        """The backward computes the forward again."""
+        self.outputs = self.lease = None
 
 
 @dataclass
@@ -58,6 +73,8 @@ class Gradients:
 
     inputs: Tensors
     parameters: list[torch.Tensor | None] = field(repr=False)
+    #: The next backward writes to the memory of `parameters`.
+    lent: bool = False
 
 
 def stage_module(factory: StageFactory, stage: int, frozen: Sequence[str]) -> torch.nn.Module:
@@ -135,12 +152,16 @@ class StageCompute:
             self._first_masters = self._stream(self.frozen)
         self._places = Places(self._module)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
+        self._captured: CapturedStage | None = None
+        self._captured_bytes = 0
+        self._draws = False
         self._ticket = Ticket(0, 0)
         self._calls: dict[str, int] = {}
         self._graph_bytes: dict[tuple[object, ...], int] = {}
         for name, child in self._module.named_modules():
             if (isinstance(child, _DROPOUTS) and child.p > 0) or getattr(child, "draws_at_random", False):
                 child.register_forward_pre_hook(self._seed_dropout(name))
+                self._draws = True
 
     def initial_masters(self) -> torch.Tensor:
         """The initial values, flat [N]; handed out once, then made again, since they are hardly ever needed.
@@ -195,20 +216,73 @@ class StageCompute:
             block.forward = torch.compile(block.forward, dynamic=False)
         return list(module.blocks)
 
-    def warm_up(self, version: Version, *, num_samples: int, sequence_length: int) -> None:
-        """Compile what is to be compiled, tens of seconds at the first time, by computing on an example."""
-        if not self._compiled:
+    def warm_up(self, version: Version, budget: MemoryBudget, *, num_samples: int, sequence_length: int) -> None:
+        """Compute on an example: what is to be compiled is compiled, tens of seconds at the first time, and on a GPU it
+        shows whether CUDA graphs pay. They are used for micro-batches like the example then.
+
+        Args:
+            budget: of what in-flight micro-batches hold; graphs take memory of it for good.
+        """
+        if not isinstance(self._module, Compilable) or not (self._compiled or torch.device(self.device).type == "cuda"):
             return
-        assert isinstance(self._module, Compilable)
-        given = self._module.example(num_samples, sequence_length)
-        inputs, labels = ({n: t.to(self.device) for n, t in (tensors or {}).items()} for tensors in given)
-        ticket = Ticket(0, 0)
-        activation = self.forward(version, ticket, inputs, labels, keep_graph=True)
+        try:
+            given = self._module.example(num_samples, sequence_length)
+        except ConfigError:
+            if self._compiled:
+                raise
+            return
+        inputs, labels = ({n: self._like_received(t) for n, t in (tensors or {}).items()} for tensors in given)
+        if self._compiled:
+            self._train_on(version, inputs, labels)
+            self.forward(version, Ticket(0, 0), inputs, labels, keep_graph=False)
+            self.evaluate(version, inputs, labels)
+        if torch.device(self.device).type == "cuda" and not self._draws and version.parameters:
+            self._try_graphs(version, budget, inputs, labels)
+
+    def _like_received(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+
+    def _train_on(self, version: Version, inputs: Tensors, labels: Tensors | None) -> None:
+        activation = self.forward(version, Ticket(0, 0), inputs, labels, keep_graph=True)
         outputs = activation.outputs or {}
-        gradients = {n: torch.zeros_like(t) for n, t in outputs.items() if t.requires_grad}
+        gradients = {n: torch.zeros_like(t) for n, t in outputs.items() if t.is_floating_point()}
         self.backward(activation, None if self.last else gradients)
-        self.forward(version, ticket, inputs, labels, keep_graph=False)
-        self.evaluate(version, inputs, labels)
+
+    def _try_graphs(self, version: Version, budget: MemoryBudget, inputs: Tensors, labels: Tensors | None) -> None:
+        """Keep CUDA graphs of the stage if they can be had, leave most of the memory and are faster."""
+        needed = CapturedStage.bytes_of(version)
+        if 4 * needed > budget.limit_bytes - budget.used_bytes or not budget.reserve(needed):
+            return
+
+        def seconds() -> float:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self._train_on(version, inputs, labels)
+            torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        def call(parameters: Tensors, inputs: Tensors, labels: Tensors | None) -> Tensors:
+            return self._call(parameters, Ticket(0, 0), inputs, labels, train=True)
+
+        self._captured_bytes = needed
+        try:
+            launched = min(seconds() for _ in range(4))
+            self._captured = CapturedStage(call, version, inputs, labels)
+            captured = min(seconds() for _ in range(4))
+        except RuntimeError as error:
+            logger.info("stage %d has no CUDA graphs: %s", self.stage, str(error).partition("\n")[0])
+            captured, launched = 1.0, 0.0
+        if captured > _GRAPHS_PAY * launched:
+            self.let_go(budget)
+            torch.cuda.empty_cache()
+            return
+        milliseconds = 1e3 * captured, 1e3 * launched
+        logger.info("stage %d computes by CUDA graphs: %.1f ms a micro-batch, %.1f without", self.stage, *milliseconds)
+
+    def let_go(self, budget: MemoryBudget) -> None:
+        """Give up what `warm_up` took of `budget`; micro-batches under way keep their graphs."""
+        budget.release(self._captured_bytes)
+        self._captured, self._captured_bytes = None, 0
 
     def show_progress(self, executor: Executor) -> None:
         """Have every parametrised submodule's forward advance the executor's counter: slowness is not death."""
@@ -227,13 +301,13 @@ class StageCompute:
 
         return hook
 
-    def _call(self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, train: bool) -> Tensors:
+    def _call(self, parameters: Tensors, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, train: bool) -> Tensors:
         with CALLING:
             self._ticket = ticket
             self._calls.clear()
             if self._module.training != train:
                 self._module.train(train)
-            with self._places.holding(version.parameters):
+            with self._places.holding(parameters):
                 return self._module(inputs, labels)
 
     def forward(
@@ -242,7 +316,13 @@ class StageCompute:
         """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their graph."""
         inputs = {n: t.detach().requires_grad_(True) if t.is_floating_point() else t for n, t in inputs.items()}
         activation = Activation(ticket, version, inputs, labels, None)
-        activation.outputs = self._outputs(activation, keep_graph)
+        captured = self._captured  # which another thread may let go
+        if keep_graph and captured is not None:
+            activation.lease = captured.forward(version, inputs, labels)
+        if activation.lease is not None:
+            activation.outputs, activation.graph_bytes = activation.lease.outputs, self.graph_bytes_like(inputs)
+        else:
+            activation.outputs = self._outputs(activation, keep_graph)
         return activation
 
     def _outputs(self, activation: Activation, with_graph: bool) -> Tensors:
@@ -250,11 +330,11 @@ class StageCompute:
         signature = tuple((n, tuple(t.shape), t.dtype) for n, t in a.inputs.items())
         if not with_graph:
             with torch.no_grad():
-                return self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
+                return self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
         known = self._graph_bytes.get(signature)
         if known is not None:
             a.graph_bytes = known
-            return self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
+            return self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
         storages: dict[int, int] = {}
         held = [*a.version.parameters.values(), *a.inputs.values(), *(a.labels or {}).values()]
         held += [*self._module.parameters(), *self._module.buffers()]  # what is not trained is there once for all
@@ -267,7 +347,7 @@ class StageCompute:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._call(a.version, a.ticket, a.inputs, a.labels, train=True)
+            outputs = self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
         a.graph_bytes = self._graph_bytes[signature] = sum(storages.values())
         return outputs
 
@@ -287,7 +367,12 @@ class StageCompute:
         if not activation.version.parameters and not any(t.requires_grad for t in activation.inputs.values()):
             activation.outputs = None  # nothing is trained here or before: nobody wants a gradient
             return Gradients({}, [])
-        outputs = activation.outputs
+        lease, outputs = activation.lease, activation.outputs
+        if lease is not None:
+            if output_gradients is None:
+                output_gradients = {"loss_sum": torch.full_like(lease.outputs["loss_sum"], activation.version.record.loss_scale)}
+            activation.drop_graph()
+            return Gradients(*lease.backward(output_gradients), lent=True)
         if outputs is None or not any(t.requires_grad for t in outputs.values()):
             outputs = self._outputs(activation, True)
             activation.recomputed = True
@@ -311,4 +396,4 @@ class StageCompute:
     @torch.no_grad()
     def evaluate(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Tensors:
         """Forward only, dropout off."""
-        return self._call(version, Ticket(0, 0), inputs, labels, train=False)
+        return self._call(version.parameters, Ticket(0, 0), inputs, labels, train=False)

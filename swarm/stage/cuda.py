@@ -185,13 +185,13 @@ class CudaDevice(Device):
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors, with_norm: bool,
+        entry: Entry | Tensors, with_norm: bool, lent: bool = False,
     ) -> Added:  # fmt: skip
         seen = survey(gradients, LARGEST, self._device)
         known = entry if isinstance(entry, Entry) else None
         told = [] if isinstance(entry, Entry) else [entry["tokens"], entry["loss_sum"].detach()]
         numbers = _DeviceNumbers(*self._download_numbers([seen.is_valid, *told]), known)
-        marked = accumulator.add_unseen(index, numbers, seen.is_valid, gradients, loss_scale=loss_scale)
+        marked = accumulator.add_unseen(index, numbers, seen.is_valid, gradients, loss_scale=loss_scale, lent=lent)
         norm = seen.norm() if with_norm else None
         return Added(marked=marked, numbers=numbers, norm=norm)
 

@@ -125,9 +125,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors, with_norm: bool,
+        entry: Entry | Tensors, with_norm: bool, lent: bool = False,
     ) -> Added:  # fmt: skip
-        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output."""
+        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output; `lent` gradients are
+        gone after this job."""
 
     @abc.abstractmethod
     def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
@@ -180,7 +181,7 @@ class HostDevice(Device):
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors, with_norm: bool,
+        entry: Entry | Tensors, with_norm: bool, lent: bool = False,
     ) -> Added:  # fmt: skip
         norm = norm_of(gradients) if with_norm else None
         if not isinstance(entry, Entry):

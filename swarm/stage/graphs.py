@@ -1,0 +1,164 @@
+"""A stage's forward and backward as CUDA graphs: one launch each, where starting their kernels takes longer than running
+them. Owns captured memory and which micro-batch uses it; must not know jobs, tickets or messages.
+
+Captured kernels read and write fixed places. So a captured call, a forward and its backward, holds one micro-batch at a
+time, and as many are captured as are under way at once. What they share is used by one after the other, in the order of
+the device's stream: a copy of the parameters, into which a version is copied when it takes turns with another, and the
+gradients, which stay until the next backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from swarm.stage.module import Tensors
+from swarm.stage.versions import Version
+
+logger = logging.getLogger(__name__)
+
+#: (parameters, inputs, labels) -> outputs.
+Call = Callable[[Tensors, Tensors, Tensors | None], Tensors]
+
+
+class CapturedStage:
+    """All captured calls of one stage, for micro-batches of one shape.
+
+    Args:
+        call: the stage's forward, whose randomness, if any, nobody needs again.
+        version: some version; its shapes matter.
+        inputs, labels: of the micro-batches that it is for; their shapes matter.
+
+    Raises:
+        RuntimeError: what it does cannot be captured (it asks the device for something), or memory is short.
+    """
+
+    def __init__(self, call: Call, version: Version, inputs: Tensors, labels: Tensors | None) -> None:
+        self.call = call
+        self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
+        #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
+        self._holds = weakref.ref(version)
+        self.inputs, self.labels = _blank(inputs), _blank(labels or {})
+        self.gradients = {name: torch.zeros_like(t) for name, t in self.parameters.items()}
+        self.input_gradients = {name: torch.zeros_like(t) for name, t in inputs.items() if t.is_floating_point()}
+        #: Activations stay in the one from a forward to its backward; what is in the other is gone with each backward.
+        self.activations, self.scratch = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self._is_full = False
+        self.free = [_CapturedCall(self)]
+
+    @staticmethod
+    def bytes_of(version: Version) -> int:
+        """What it takes besides activations: a copy of the parameters, and their gradients."""
+        return 2 * sum(t.nbytes for t in version.parameters.values())
+
+    def forward(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Lease | None:
+        """Start the forward of one micro-batch; None if it has other shapes or there is no memory for one more."""
+        labels = labels or {}
+        if _shapes(inputs) != _shapes(self.inputs) or _shapes(labels) != _shapes(self.labels):
+            return None
+        call = self.free.pop() if self.free else self._one_more()
+        if call is None:
+            return None
+        self.hold(version)
+        _fill(call.inputs, inputs)
+        _fill(call.labels, labels)
+        call.forward.replay()
+        return Lease(self, call, version)
+
+    def hold(self, version: Version) -> None:
+        """What is started next computes with `version`."""
+        if self._holds() is not version:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.parameters.values()), list(version.parameters.values()))
+            self._holds = weakref.ref(version)
+
+    def _one_more(self) -> _CapturedCall | None:
+        if self._is_full:
+            return None
+        try:
+            return _CapturedCall(self)
+        except RuntimeError as error:
+            logger.warning("no CUDA graphs for one more micro-batch at once: %s", error)
+            self._is_full = True
+            return None
+
+
+class Lease:
+    """A captured call in use; it is free for others once nobody refers to this."""
+
+    def __init__(self, stage: CapturedStage, call: _CapturedCall, version: Version) -> None:
+        self._stage = stage
+        self._call = call
+        self._version = version
+
+    @property
+    def outputs(self) -> Tensors:
+        """Without graph; their memory is another's once the call is free."""
+        return self._call.outputs
+
+    def backward(self, seeds: Tensors) -> tuple[Tensors, list[torch.Tensor | None]]:
+        """Start the backward.
+
+        Args:
+            seeds: gradients of outputs, by name; none is as good as zeros.
+
+        Returns:
+            Gradients of the inputs, by name, and of the parameters, whose memory the next backward writes to.
+        """
+        stage, call = self._stage, self._call
+        stage.hold(self._version)
+        for name, place in call.seeds.items():
+            if name in seeds:
+                place.copy_(seeds[name])
+            else:
+                place.zero_()
+        call.backward.replay()
+        parameters = [g if name in call.reached else None for name, g in stage.gradients.items()]
+        return {name: g.clone() for name, g in stage.input_gradients.items()}, parameters
+
+    def __del__(self) -> None:
+        self._stage.free.append(self._call)
+
+
+class _CapturedCall:
+    """A forward and its backward. Nothing is computed here: what is launched is recorded."""
+
+    def __init__(self, stage: CapturedStage) -> None:
+        self.inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in _blank(stage.inputs).items()}
+        self.labels = _blank(stage.labels)
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.forward, stage.activations, stage.stream, "thread_local"):
+            # Kept with their graph: the memory of what that has saved would go to other calls.
+            self._outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
+        self.outputs = {name: t.detach() for name, t in self._outputs.items()}
+        heads = {name: t for name, t in self._outputs.items() if t.requires_grad}
+        self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
+        leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
+        with torch.cuda.graph(self.backward, stage.scratch, stage.stream, "thread_local"):
+            found = torch.autograd.grad(
+                list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
+                allow_unused=True, retain_graph=True,
+            )  # fmt: skip
+            places = [*(stage.input_gradients[name] for name in leaves), *stage.gradients.values()]
+            pairs = [(place, g) for place, g in zip(places, found, strict=True) if g is not None]
+            torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
+        #: Parameters that have a gradient.
+        self.reached = {name for name, g in zip(stage.parameters, found[len(leaves) :], strict=True) if g is not None}
+
+
+def _shapes(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (t.shape, t.dtype) for name, t in tensors.items()}
+
+
+def _blank(tensors: Tensors) -> Tensors:
+    return {name: torch.zeros_like(t, requires_grad=False) for name, t in tensors.items()}
+
+
+@torch.no_grad()
+def _fill(places: Tensors, values: Tensors) -> None:
+    for name, place in places.items():
+        place.copy_(values[name])

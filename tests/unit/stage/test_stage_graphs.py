@@ -1,0 +1,165 @@
+"""CUDA graphs of a stage: the same gradients as its kernels started one by one, whoever is under way beside whom."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from models.registry import factory_of
+from swarm.base.config import RunConfig
+from swarm.base.ids import ZERO_BALLOT, Ticket
+from swarm.stage import compute as compute_module
+from swarm.stage.compute import Activation, Gradients, StageCompute
+from swarm.stage.module import Tensors
+from swarm.stage.stash import MemoryBudget
+from swarm.stage.versions import Version, make_version
+from swarm.wire.messages import CommitRecord
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+SAMPLES, T, VOCAB, HIDDEN = 2, 12, 256, 96
+NUM_STAGES = 3
+RECORD = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, loss_scale=4.0)
+
+
+@pytest.fixture(autouse=True)
+def _pays_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
+
+
+def config_of(**changes: object) -> RunConfig:
+    return RunConfig.model_validate({
+        "model": "llama-tiny", "num_stages": NUM_STAGES, "precision": "fp64", "sequence_length": T, "micro_batch_size": SAMPLES,
+        "target_batch_size": 4 * SAMPLES, **changes,
+    })  # fmt: skip
+
+
+def stage_of(stage: int, *, budget: MemoryBudget | None, **changes: object) -> tuple[StageCompute, list[Version]]:
+    """A stage on the GPU with two versions; with a budget it was warmed up."""
+    config = config_of(**changes)
+    factory = factory_of(config)
+    compute = StageCompute(factory, stage, precision=config.precision, seed=3, device="cuda:0")
+    masters = compute.initial_masters()
+    versions = [make_version(RECORD, compute.layout, masters * scale, compute.dtype) for scale in (1.0, 1.5)]
+    if budget is not None:
+        compute.warm_up(versions[0], budget, num_samples=SAMPLES, sequence_length=T)
+    return compute, versions
+
+
+def drawn(compute: StageCompute, seed: int, *, samples: int = SAMPLES) -> tuple[Tensors, Tensors | None, Tensors | None]:
+    """Inputs, labels and the gradients of the outputs."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (samples, T), generator=generator).cuda()
+    hidden, gradient = (torch.randn(samples, T, HIDDEN, generator=generator, dtype=compute.dtype).cuda() for _ in range(2))
+    inputs = {"input_ids": ids} if compute.stage == 0 else {"hidden_states": hidden}
+    return inputs, {"labels": ids} if compute.last else None, None if compute.last else {"hidden_states": gradient}
+
+
+def kept(gradients: Gradients) -> list[torch.Tensor]:
+    return [g.clone() for g in [*gradients.inputs.values(), *gradients.parameters] if g is not None]
+
+
+def forward(compute: StageCompute, version: Version, seed: int, **options: int) -> Activation:
+    inputs, labels, _ = drawn(compute, seed, **options)
+    return compute.forward(version, Ticket(0, seed), inputs, labels, keep_graph=True)
+
+
+def backward(compute: StageCompute, activation: Activation, seed: int, **options: int) -> list[torch.Tensor]:
+    return kept(compute.backward(activation, drawn(compute, seed, **options)[2]))
+
+
+def require_like(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        assert float((one - other).norm()) <= 1e-12 * float(other.norm()) + 1e-300
+
+
+@pytest.mark.parametrize("stage", range(NUM_STAGES))
+def test_graphs_give_the_gradients_of_launches_for_interleaved_micro_batches_of_two_versions(stage: int) -> None:
+    plain, versions = stage_of(stage, budget=None)
+    compute, own = stage_of(stage, budget=MemoryBudget(2**30))
+    expected = {}
+    for seed in range(8):
+        activation = forward(plain, versions[seed % 2], seed)
+        outputs = {n: t.detach().clone() for n, t in (activation.outputs or {}).items()}
+        expected[seed] = outputs, backward(plain, activation, seed)
+    under_way: dict[int, Activation] = {}
+    for event in ("f0", "f1", "f2", "b1", "f3", "b0", "b3", "f4", "f5", "f6", "b6", "b2", "f7", "b7", "b4", "b5"):
+        seed = int(event[1])
+        if event[0] == "f":
+            activation = under_way[seed] = forward(compute, own[seed % 2], seed)
+            assert activation.lease is not None
+            for name, value in (activation.outputs or {}).items():
+                require_like([value.double()], [expected[seed][0][name].double()])
+        else:
+            require_like(backward(compute, under_way.pop(seed), seed), expected[seed][1])
+    assert compute._captured is not None
+    assert len(compute._captured.free) == 4, "as many calls as micro-batches were under way at once, all free again"
+
+
+def test_what_has_other_shapes_is_launched() -> None:
+    plain, versions = stage_of(1, budget=None)
+    compute, own = stage_of(1, budget=MemoryBudget(2**30))
+    activation = forward(compute, own[0], 5, samples=1)
+    assert activation.lease is None
+    expected = backward(plain, forward(plain, versions[0], 5, samples=1), 5, samples=1)
+    require_like(backward(compute, activation, 5, samples=1), expected)
+
+
+def test_a_graph_that_was_dropped_is_computed_again_and_one_that_nobody_wants_is_free() -> None:
+    plain, versions = stage_of(2, budget=None)
+    compute, own = stage_of(2, budget=MemoryBudget(2**30))
+    activation = forward(compute, own[0], 1)
+    activation.drop_graph()
+    assert compute._captured is not None
+    assert len(compute._captured.free) == 1
+    require_like(backward(compute, activation, 1), backward(plain, forward(plain, versions[0], 1), 1))
+    assert activation.recomputed
+    del activation
+    for seed in range(5):
+        forward(compute, own[0], seed)
+    assert len(compute._captured.free) == 1, "a request that is given up gives its call back"
+
+
+def test_a_budget_without_room_is_left_alone_and_what_was_taken_comes_back() -> None:
+    small = MemoryBudget(2**12)
+    compute, _ = stage_of(1, budget=small)
+    assert (compute._captured, small.used_bytes) == (None, 0)
+    budget = MemoryBudget(2**30)
+    compute, versions = stage_of(1, budget=budget)
+    assert budget.used_bytes == 2 * sum(t.nbytes for t in versions[0].parameters.values())
+    activation = forward(compute, versions[0], 1)
+    compute.let_go(budget)
+    assert budget.used_bytes == 0
+    assert backward(compute, activation, 1), "a micro-batch that is under way goes on"
+    assert forward(compute, versions[0], 1).lease is None
+
+
+def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_module, "_GRAPHS_PAY", 0.0)
+    budget = MemoryBudget(2**30)
+    compute, _ = stage_of(1, budget=budget)
+    assert (compute._captured, budget.used_bytes) == (None, 0)
+
+
+def test_a_module_that_asks_the_device_is_launched() -> None:
+    plain, versions = stage_of(1, budget=None)
+    budget = MemoryBudget(2**30)
+    asked: list[int] = []
+    compute, _ = stage_of(1, budget=None)
+    compute._module.blocks[0].register_forward_pre_hook(lambda module, args: asked.append(int((args[0] > 0).sum())))  # type: ignore[union-attr,index]
+    compute.warm_up(versions[0], budget, num_samples=SAMPLES, sequence_length=T)
+    assert (compute._captured, budget.used_bytes) == (None, 0)
+    gc.collect()
+    for seed in range(3):
+        activation = forward(compute, versions[0], seed)
+        require_like(backward(compute, activation, seed), backward(plain, forward(plain, versions[0], seed), seed))
+    assert asked
+
+
+def test_what_draws_at_random_is_launched() -> None:
+    """A mask is a function of the ticket, which a graph does not know."""
+    options = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 3, "vocab_size": VOCAB, "resid_pdrop": 0.1}
+    compute, _ = stage_of(1, budget=MemoryBudget(2**30), model="causal-lm", model_options=options)
+    assert compute._captured is None

@@ -13,8 +13,8 @@ from swarm.base.errors import ConfigError
 
 #: Part of the memory that is free at the start which stages may take if nothing else is said.
 DEFAULT_MEMORY_PART = 0.8
-#: Python's own is 5 ms: a third of a micro-batch. Two compute threads and the event loop change at each torch operation.
-SWITCH_INTERVAL_S = 1e-5
+#: Python's own is 5 ms: a third of a micro-batch.
+SWITCH_INTERVAL_S = 1e-4
 #: Size and length of the benchmark that compares devices.
 _BENCHMARK_WIDTH = 512
 _BENCHMARK_S = 0.05
@@ -36,7 +36,7 @@ def before_compiling(cache_dir: Path) -> None:
 
 
 def share_interpreter(device: str) -> None:
-    """On a GPU the compute threads only start kernels: each must get the interpreter back at once from the others."""
+    """On a GPU the compute thread only starts kernels: it must get the interpreter back at once from the event loop."""
     if device.startswith("cuda"):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from swarm.base.errors import ConfigError
-from swarm.stage.module import CALLING, Tensors
+from swarm.stage.module import Tensors
 
 #: Logits of at most this many elements exist at a time (256 MiB in fp32). More are computed in chunks, and once more in
 #: the backward: with 2,048 tokens and a vocabulary of 32,000 that would cost the last stage a twentieth of its time.
@@ -56,15 +56,13 @@ class Tail:
             hidden_ND: what the final norm returned.
             parameters: of `lm`, by name; the module's present ones if not given.
         """
-        hidden_1ND = hidden_ND.unsqueeze(0)
+        hidden_1ND = self._given.hidden_states = hidden_ND.unsqueeze(0)
         options = {"inputs_embeds": hidden_1ND, "use_cache": False, **self._options}
-        with CALLING:
-            self._given.hidden_states = hidden_1ND
-            try:
-                with precise(hidden_ND.dtype):
-                    output = self.lm(**options) if parameters is None else functional_call(self.lm, parameters, (), options)
-            finally:
-                self._given.hidden_states = None
+        try:
+            with precise(hidden_ND.dtype):
+                output = self.lm(**options) if parameters is None else functional_call(self.lm, parameters, (), options)
+        finally:
+            self._given.hidden_states = None
         return output.logits[0]
 
     def loss_sum(self, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:

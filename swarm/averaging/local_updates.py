@@ -76,11 +76,9 @@ class LocalAccumulator(Accumulator):
 
     def version_for(self, outer: Version) -> Version:
         """What the next ticket of this step computes with, if `outer` is what the step builds on."""
-        copy = self._copy  # a backward that runs beside this may move it on, or discard it
-        if self._outer is None or copy is None:
-            copy = self._own.start(outer)
-            self._outer, self._copy = outer, copy
-        return copy
+        if self._outer is None or self._copy is None:
+            self._outer, self._copy = outer, self._own.start(outer)
+        return self._copy
 
     def add(
         self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0

@@ -1,6 +1,6 @@
 """The life of one optimizer step at one stage peer: a table, and the ledger with its claims.
 
-A `Ledger` is written by jobs that run one at a time (`add`, `collect`, `revoke`, `discard`: backward and control), so that
+A `Ledger` is written by the compute thread alone (`add`, `collect`, `revoke`, `discard` run as its jobs), so that
 "check the claim, add the gradient, mark the ticket" and "freeze" never interleave. `grant` may come from any thread: a
 claim carries the term that granted it and is void once the ledger has been collected for another.
 """

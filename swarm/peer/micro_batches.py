@@ -34,8 +34,8 @@ from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
-#: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: one in each,
-#: for there is nothing to wait for in between.
+#: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: while one's
+#: backward is on its way to the compute thread, that has another's forward. There is nothing else to wait for in between.
 GRAPHS_OF_LAST_STAGE = 2
 
 

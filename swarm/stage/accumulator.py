@@ -1,5 +1,4 @@
-"""The gradient sum of one step at one peer, with its ledger. Written by backward and control jobs alone,
-which run one at a time.
+"""The gradient sum of one step at one peer, with its ledger. Written by the compute thread alone.
 
 Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise 1 rests on this).
 """

@@ -21,7 +21,6 @@ from swarm.stage.executor import Executor
 from swarm.stage.graphs import CapturedStage, Lease
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
-    CALLING,
     Compilable,
     Outlined,
     Places,
@@ -302,13 +301,12 @@ class StageCompute:
         return hook
 
     def _call(self, parameters: Tensors, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, train: bool) -> Tensors:
-        with CALLING:
-            self._ticket = ticket
-            self._calls.clear()
-            if self._module.training != train:
-                self._module.train(train)
-            with self._places.holding(parameters):
-                return self._module(inputs, labels)
+        self._ticket = ticket
+        self._calls.clear()
+        if self._module.training != train:
+            self._module.train(train)
+        with self._places.holding(parameters):
+            return self._module(inputs, labels)
 
     def forward(
         self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool

@@ -1,7 +1,6 @@
-"""A CUDA device: copies on their own streams from and to pinned memory, and compute threads that run a little ahead.
+"""A CUDA device: copies on their own streams from and to pinned memory, and a compute thread that runs a little ahead.
 
-Two threads, one for forwards and one for all else, enqueue kernels on the device's default stream and never wait for a
-result: where starting the kernels takes longer than running them, both start some at a time. What they need arrives
+The compute thread enqueues kernels on the device's default stream and never waits for a result. What it needs arrives
 through the upload stream; what leaves goes through the download stream into pinned memory. One more thread waits for
 the downloads, in the order in which they began.
 
@@ -12,7 +11,6 @@ flight: requests by the transport's admission, answers by the number of requests
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -39,7 +37,7 @@ _PIECE_ELEMENTS = 2**24
 
 
 class Pace:
-    """Called after each job: holds its thread until at most `JOBS_AHEAD` jobs are left at the device.
+    """Called after each job: holds the compute thread until at most `JOBS_AHEAD` jobs are left at the device.
 
     So the device never runs dry, and a backward that comes in overtakes all but two jobs. The thread sleeps meanwhile.
     """
@@ -47,14 +45,11 @@ class Pace:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._running: deque[torch.cuda.Event] = deque()
-        self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        with self._lock:
-            self._running.append(_event_on(torch.cuda.current_stream(self._device)))
-            oldest = self._running.popleft() if len(self._running) > JOBS_AHEAD else None
-        if oldest is not None:
-            oldest.synchronize()
+        self._running.append(_event_on(torch.cuda.current_stream(self._device)))
+        if len(self._running) > JOBS_AHEAD:
+            self._running.popleft().synchronize()
 
 
 def copy_to_host(source: torch.Tensor) -> torch.Tensor:
@@ -112,16 +107,6 @@ def pinned_buffer(num_bytes: int) -> memoryview:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
-class _Job(threading.local):
-    """What each compute thread keeps for its jobs."""
-
-    def __init__(self) -> None:
-        #: When its present job reached the device.
-        self.began: torch.cuda.Event | None = None
-        #: What is being copied in: its memory must stay until the copy is done, also if its request is given up.
-        self.arriving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
-
-
 class CudaDevice(Device):
     """One CUDA device."""
 
@@ -131,8 +116,9 @@ class CudaDevice(Device):
         self._compute = torch.cuda.default_stream(device)
         self._uploads = torch.cuda.Stream(device)
         self._downloads = torch.cuda.Stream(device)
-        self._job = _Job()
-        self._counted = _Counted()
+        #: What is being copied in: its memory must stay until the copy is done, also if its request is given up.
+        self._arriving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._began = _event_on(self._compute, timed=True)
         self._waiter = ThreadExecutor("downloads", prepare=lambda: torch.cuda.set_device(device))
         self.allocate = pinned_buffer
 
@@ -143,18 +129,16 @@ class CudaDevice(Device):
         }
 
     def begin(self) -> None:
-        self._job.began = _event_on(self._compute, timed=True)
+        self._began = _event_on(self._compute, timed=True)
 
     def end(self) -> Worked:
-        assert self._job.began is not None
-        return _WorkedLater(self._job.began, _event_on(self._compute, timed=True), self._counted)
+        return _WorkedLater(self._began, _event_on(self._compute, timed=True))
 
     # ------------------------------------------------------------------------------------------------ in
 
     def receive(self, frame: Frame, role: str) -> Tensors:
-        arriving = self._job.arriving
-        while arriving and arriving[0][0].query():
-            arriving.popleft()
+        while self._arriving and self._arriving[0][0].query():
+            self._arriving.popleft()
         return {
             spec.name: self._upload(spec, buffer)
             for spec, buffer in zip(frame.message.tensors, frame.buffers, strict=True)
@@ -168,7 +152,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._uploads):
             coded = source.to(self._device, non_blocking=True)
         done = _event_on(self._uploads)
-        self._job.arriving.append((done, source))
+        self._arriving.append((done, source))
         self._compute.wait_event(done)
         coded.record_stream(self._compute)
         return decode_coded(spec, coded)
@@ -219,28 +203,14 @@ class CudaDevice(Device):
         self._waiter.close()
 
 
-class _Counted:
-    """Until when the device's work has been counted, by the thread that waits for it."""
-
-    until: torch.cuda.Event | None = None
-
-
 class _WorkedLater(Worked):
-    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event, counted: _Counted) -> None:
+    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began = began
         self._ended = ended
-        self._counted = counted
 
     def wait(self) -> None:
-        if self.seconds is not None:
-            return
         self._ended.synchronize()
-        took_ms, before = self._began.elapsed_time(self._ended), self._counted.until
-        if before is not None:
-            took_ms = min(took_ms, before.elapsed_time(self._ended))
-        if took_ms > 0.0:
-            self._counted.until = self._ended
-        self.seconds = max(0.0, took_ms / 1e3)
+        self.seconds = self._began.elapsed_time(self._ended) / 1e3
 
 
 class _Part:

@@ -39,7 +39,7 @@ class Transfer:
 class Worked(Transfer):
     """The end of a job at the device."""
 
-    #: How long the device worked on it, without what it worked on another job meanwhile; None: as long as its thread.
+    #: How long the device worked on it; None: as long as its thread.
     seconds: float | None = None
 
 
@@ -227,10 +227,10 @@ def device_of(name: str) -> Device:
 
 
 def compute_thread(name: str) -> ThreadExecutor:
-    """The compute thread of the device `cpu` or `cuda:N`, which has two."""
+    """The compute thread of the device `cpu` or `cuda:N`."""
     if torch.device(name).type == "cpu":
         return ThreadExecutor()
     from swarm.stage.cuda import Pace
 
     device = torch.device(name)
-    return ThreadExecutor(forward_apart=True, prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))
+    return ThreadExecutor(prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))

@@ -1,4 +1,4 @@
-"""The compute thread of a device: jobs by priority, backward before forward (1F1B). Knows no network and no protocol.
+"""The compute thread: one per device, jobs by priority, backward before forward (1F1B). Knows no network and no protocol.
 
 `ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a modelled duration.
 """
@@ -20,11 +20,6 @@ import torch
 
 T = TypeVar("T")
 
-#: With so many waiting no forward begins. With one a thread that has the longer jobs would now and then have none: a
-#: stage whose backwards take 13 ms and forwards 10 would do one in 15.
-WAITING_BACKWARDS = 2
-
-
 class Priority(IntEnum):
     """Lower runs first."""
 
@@ -44,7 +39,7 @@ class Outcome(Generic[T]):
 
 
 class Executor(abc.ABC):
-    """Runs jobs in the order of (priority, arrival), one at a time unless it says otherwise."""
+    """Runs jobs one at a time in the order of (priority, arrival)."""
 
     @property
     @abc.abstractmethod
@@ -68,7 +63,7 @@ class Executor(abc.ABC):
 class Threads:
     """Where a stage peer's jobs run; what is in one waits for none of the others."""
 
-    #: The device's.
+    #: The device's compute thread.
     compute: Executor
     #: Averages and the digests that a step waits for.
     background: Executor
@@ -81,112 +76,65 @@ class Threads:
         self.storage.close()
 
 
-class _Lane:
-    """One thread of an executor, and what waits for it."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self.heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
-        self.wake = threading.Condition(lock)
-        #: Of the job that runs now.
-        self.running: int | None = None
-
-    @property
-    def first(self) -> int | None:
-        """Priority of the job that is next."""
-        return self.heap[0][0] if self.heap else None
-
-
 class ThreadExecutor(Executor):
-    """One daemon thread, or two. `run` must be called from the event loop the executor was made on.
+    """One daemon thread. `run` must be called from the event loop the executor was made on.
 
-    With `forward_apart` forward and evaluation jobs have a thread of their own, so that one of them runs beside a
-    backward job. It begins only while fewer than `WAITING_BACKWARDS` of those wait, which bounds the graphs that wait
-    for theirs; and a control job runs beside nothing.
-
-    Each computes with as many threads as torch had when they were made: the OpenMP of each thread has a number of its own,
-    which a product or a dot product takes to be all cores until it was set (and then waits, busily, for cores that others
-    have).
+    It computes with as many threads as torch had when it was made: the OpenMP of each thread has a number of its own, which
+    a product or a dot product takes to be all cores until it was set (and then waits, busily, for cores that others have).
 
     Args:
         name: of the thread.
-        forward_apart: for devices where a job only starts what is computed.
-        prepare: called first of all in each thread. What it raises is the outcome of all of its jobs.
-        after_job: called after each job; its thread's next waits for it, the job's waiter does not. What it raises is
-            the next one's outcome.
+        prepare: called first of all in the thread. What it raises is the outcome of all jobs.
+        after_job: called after each job; the next waits for it, the job's waiter does not. What it raises is the next
+            one's outcome.
     """
 
     def __init__(
-        self, name: str = "compute", *, forward_apart: bool = False, prepare: Callable[[], None] | None = None,
+        self, name: str = "compute", *, prepare: Callable[[], None] | None = None,
         after_job: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self._num_threads = torch.get_num_threads()
         self._prepare = prepare
         self._after_job = after_job
-        self._lock = threading.Lock()
+        self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
         self._order = itertools.count()
+        self._wake = threading.Condition()
         self._closed = False
         self._finished = 0
         self._loop = asyncio.get_running_loop()
-        self._first = _Lane(self._lock)
-        self._forward = _Lane(self._lock) if forward_apart else self._first
-        lanes = {"": self._first, **({"-forward": self._forward} if forward_apart else {})}
-        self._lanes = list(lanes.values())
-        self._threads = [
-            threading.Thread(target=self._work, args=[lane], name=name + suffix, daemon=True) for suffix, lane in lanes.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def finished(self) -> int:
         return self._finished
 
     def tick(self) -> None:
-        with self._lock:
-            self._finished += 1
+        self._finished += 1
 
     async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
         future: asyncio.Future[Outcome[T]] = self._loop.create_future()
-        lane = self._forward if priority >= Priority.FORWARD else self._first
-        with self._lock:
+        with self._wake:
             if self._closed:
                 raise asyncio.CancelledError("the executor is closed")
-            heapq.heappush(lane.heap, (int(priority), next(self._order), job, future, time.monotonic()))
-            lane.wake.notify()
+            heapq.heappush(self._heap, (int(priority), next(self._order), job, future, time.monotonic()))
+            self._wake.notify()
         return await future
 
-    def _may_begin(self, lane: _Lane) -> bool:
-        """Whether the first job of `lane` is its turn."""
-        if not lane.heap or self._first is self._forward:
-            return bool(lane.heap)
-        if lane is self._first:
-            return lane.first != Priority.CONTROL or self._forward.running is None
-        return Priority.CONTROL not in (self._first.running, self._first.first) and len(self._first.heap) < WAITING_BACKWARDS
-
-    def _wake_others(self, lane: _Lane) -> None:
-        """What `lane` ran has ended, or what waited there runs: it may be another's turn."""
-        for other in self._lanes:
-            if other is not lane and other.heap:
-                other.wake.notify()
-
-    def _next(self, lane: _Lane) -> tuple[Callable[[], Any], asyncio.Future[Any], float] | None:
-        """Wait for the next job of `lane`; None once the executor is closed."""
-        with self._lock:
-            lane.running = None
-            self._wake_others(lane)
-            while not self._closed and not self._may_begin(lane):
-                lane.wake.wait()
+    def _next(self) -> tuple[Callable[[], Any], asyncio.Future[Any], float] | None:
+        """Wait for the next job; None once the executor is closed."""
+        with self._wake:
+            while not self._heap and not self._closed:
+                self._wake.wait()
             if self._closed:
                 return None
-            priority, _, job, future, queued_at = heapq.heappop(lane.heap)
-            lane.running = priority
-            self._wake_others(lane)
+            _, _, job, future, queued_at = heapq.heappop(self._heap)
             return job, future, queued_at
 
-    def _work(self, lane: _Lane) -> None:
+    def _work(self) -> None:
         torch.set_num_threads(self._num_threads)
         trouble = unprepared = _raised_by(self._prepare)
-        while (taken := self._next(lane)) is not None:
+        while (taken := self._next()) is not None:
             job, future, queued_at = taken
             if not future.cancelled():
                 began = time.monotonic()
@@ -196,7 +144,7 @@ class ThreadExecutor(Executor):
                     value, error = job(), None
                 except BaseException as raised:  # handed to the waiter, whatever it is
                     value, error = None, raised
-                self.tick()
+                self._finished += 1
                 ended = time.monotonic()
                 try:
                     self._loop.call_soon_threadsafe(_settle, future, Outcome(value, began - queued_at, ended - began), error)
@@ -207,12 +155,10 @@ class ThreadExecutor(Executor):
             del taken, job, future  # what they hold is let go before the next is waited for
 
     def close(self) -> None:
-        with self._lock:
+        with self._wake:
             self._closed = True
-            dropped = [queued for lane in self._lanes for queued in lane.heap]
-            for lane in self._lanes:
-                lane.heap.clear()
-                lane.wake.notify_all()
+            dropped, self._heap = self._heap, []
+            self._wake.notify()
         for _, _, _, future, _ in dropped:
             future.cancel()
 

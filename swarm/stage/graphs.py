@@ -44,8 +44,8 @@ class CapturedStage:
         self.inputs, self.labels = _blank(inputs), _blank(labels or {})
         self.gradients = {name: torch.zeros_like(t) for name, t in self.parameters.items()}
         self.input_gradients = {name: torch.zeros_like(t) for name, t in inputs.items() if t.is_floating_point()}
-        #: Activations stay in the one from a forward to its backward; what is in the other is gone with each backward.
-        self.activations, self.scratch = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        #: Memory of all backwards: nothing of it outlives one of them.
+        self.scratch = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self._is_full = False
         self.free = [_CapturedCall(self)]
@@ -131,14 +131,15 @@ class _CapturedCall:
         self.inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in _blank(stage.inputs).items()}
         self.labels = _blank(stage.labels)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward, stage.activations, stage.stream, "thread_local"):
-            # Kept with their graph: the memory of what that has saved would go to other calls.
+        # In memory of its own: what a forward throws away another would hold until its backward. Its outputs are kept with
+        # their graph, whose saved tensors are what the captured backward reads.
+        with torch.cuda.graph(self.forward, stream=stage.stream, capture_error_mode="thread_local"):
             self._outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
         self.outputs = {name: t.detach() for name, t in self._outputs.items()}
         heads = {name: t for name, t in self._outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
-        with torch.cuda.graph(self.backward, stage.scratch, stage.stream, "thread_local"):
+        with torch.cuda.graph(self.backward, stage.scratch, stage.stream, capture_error_mode="thread_local"):
             found = torch.autograd.grad(
                 list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
                 allow_unused=True, retain_graph=True,

@@ -7,7 +7,6 @@ each stage; the engine calls it with other tensors in its parameters' places (`P
 from __future__ import annotations
 
 import fnmatch
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,9 +50,6 @@ class StageFactory(Protocol):
 
     Random draws are repeated on recomputation inside dropout modules, and inside submodules that have an attribute
     `draws_at_random = True`: those are seeded whenever they are called.
-
-    One call runs at a time, but on a GPU beside the backward of another micro-batch: what it saves for its own backward
-    must not lie in the module.
 
     Its parameters' names are unique in the whole model, and their initial values are a function of (seed, name, shape)
     alone, so that peers of a stage agree and another cut is the same model.
@@ -120,13 +116,8 @@ def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.Tenso
             setattr(child, name, made[parameter])
 
 
-#: Held by whoever calls a module with other tensors in its parameters' places: a forward may run beside the backward of
-#: another micro-batch, which calls parts of the module again where it recomputes.
-CALLING = threading.RLock()
-
-
 class Places:
-    """Where a module looks its parameters up by name: other tensors stand there for one call at a time (`CALLING`).
+    """Where a module looks its parameters up by name: other tensors stand there for one call at a time.
 
     What `torch.func.functional_call` does, without walking the module at each call: that took a fifth of a small stage's
     forward, under Python's lock.

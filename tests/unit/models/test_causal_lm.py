@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.feed.tokenizers import ByteTokenizer
-from swarm.stage.compute import Activation, StageCompute
-from swarm.stage.executor import Priority, ThreadExecutor
+from swarm.stage.compute import StageCompute
 from swarm.stage.module import StageFactory, Tensors, Tie
 from swarm.stage.versions import make_version
 from swarm.wire.messages import CommitRecord
@@ -311,45 +308,6 @@ def test_dropout_is_the_same_in_every_cut_and_in_every_recomputation(model_type:
             torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
     other = gradients_of(1, Ticket(0, 2), keep_graph=True)
     assert any(not torch.equal(other[name], gradient) for name, gradient in expected.items())
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)])
-@pytest.mark.parametrize("keep_graph", [True, False])
-def test_a_forward_beside_another_micro_batchs_backward_changes_no_bit(keep_graph: bool, device: str) -> None:
-    """Both call the module: the backward where it recomputes, a graph that was dropped or the logits of a chunk."""
-    rates = {name: 0.3 for name in shrunken("gpt2") if "drop" in name}
-    run = RunConfig(num_stages=1, precision="fp32", sequence_length=T, seed=5)
-    compute = StageCompute(CausalLMFactory(run, shrunken("gpt2") | rates), 0, precision="fp32", seed=5, device=device)
-    compute._module.tail.max_logit_elements = 7 * VOCAB
-    compute._module.tail._given.register_forward_pre_hook(lambda *_: time.sleep(4e-3))  # the other thread's turn
-    inputs = {"input_ids": sample()[0]["input_ids"].to(device) % VOCAB}
-    labels = {"labels": sample()[1]["labels"].to(device) % VOCAB}
-    record = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, members=((),))
-    masters = compute.initial_masters()
-    versions = [make_version(record, compute.layout, masters * scale, torch.float32) for scale in (1.0, 1.5)]
-
-    def forward(index: int) -> Activation:
-        return compute.forward(versions[index % 2], Ticket(0, index), inputs, labels, keep_graph=keep_graph)
-
-    def backward(activation: Activation) -> list[torch.Tensor]:
-        return [g.clone() for g in compute.backward(activation, None).parameters if g is not None]
-
-    expected = [backward(forward(index)) for index in range(6)]
-
-    async def beside() -> list[list[torch.Tensor]]:
-        executor = ThreadExecutor(forward_apart=True)
-
-        async def one(index: int) -> list[torch.Tensor]:
-            activation = (await executor.run(lambda: forward(index), Priority.FORWARD)).value
-            return (await executor.run(lambda: backward(activation), Priority.BACKWARD)).value
-
-        try:
-            return await asyncio.gather(*map(one, range(6)))
-        finally:
-            executor.close()
-
-    for mine, theirs in zip(asyncio.run(beside()), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_what_the_device_does_for_two_jobs_at_once_is_counted_once(name: str) -> None:
+def test_the_time_of_the_device_is_that_of_its_jobs(name: str) -> None:
     async def main(device: Device) -> None:
         executor = compute_thread(name)
         factor = torch.ones(1024, 1024, device=name)

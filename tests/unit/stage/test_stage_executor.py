@@ -25,16 +25,15 @@ class Fault(Exception):
 
 
 def join(executor: ThreadExecutor) -> None:
-    for thread in executor._threads:
-        thread.join(WITHIN_S)
-        assert not thread.is_alive(), "the threads must end when the executor is closed"
+    executor._thread.join(WITHIN_S)
+    assert not executor._thread.is_alive(), "the thread must end when the executor is closed"
 
 
-def on_thread(main: Callable[[ThreadExecutor], Awaitable[None]], *, forward_apart: bool = False) -> None:
+def on_thread(main: Callable[[ThreadExecutor], Awaitable[None]]) -> None:
     """Run `main` with an executor on a real loop; nothing in it sleeps, and nothing may hang."""
 
     async def bounded() -> None:
-        executor = ThreadExecutor(forward_apart=forward_apart)
+        executor = ThreadExecutor()
         try:
             async with asyncio.timeout(WITHIN_S):
                 await main(executor)
@@ -45,10 +44,6 @@ def on_thread(main: Callable[[ThreadExecutor], Awaitable[None]], *, forward_apar
     asyncio.run(bounded())
 
 
-def on_two_threads(main: Callable[[ThreadExecutor], Awaitable[None]]) -> None:
-    on_thread(main, forward_apart=True)
-
-
 def in_virtual_time(main: Callable[[InlineExecutor], Awaitable[None]], duration_s: float = 1.0) -> None:
     async def bounded() -> None:
         await main(InlineExecutor(lambda priority: duration_s))
@@ -56,8 +51,7 @@ def in_virtual_time(main: Callable[[InlineExecutor], Awaitable[None]], duration_
     run_virtual(bounded())
 
 
-ALL = pytest.mark.parametrize("run_on", [on_thread, on_two_threads, in_virtual_time])
-THREADS = pytest.mark.parametrize("run_on", [on_thread, on_two_threads])
+BOTH = pytest.mark.parametrize("run_on", [on_thread, in_virtual_time])
 
 
 class Blocker:
@@ -93,7 +87,7 @@ async def queued(*tasks: asyncio.Task[object]) -> None:
 # ---------------------------------------------------------------------------------------------------- both
 
 
-@ALL
+@BOTH
 def test_a_job_gives_its_value_and_its_times(run_on: Callable) -> None:
     async def main(executor: Executor) -> None:
         outcome = await executor.run(lambda: 7, FORWARD)
@@ -105,7 +99,7 @@ def test_a_job_gives_its_value_and_its_times(run_on: Callable) -> None:
     run_on(main)
 
 
-@ALL
+@BOTH
 @pytest.mark.parametrize("error", [Fault("mine"), KeyError("x"), MemoryError()])
 def test_a_jobs_exception_goes_to_its_waiter_and_the_next_job_runs(run_on: Callable, error: Exception) -> None:
     async def main(executor: Executor) -> None:
@@ -121,7 +115,7 @@ def test_a_jobs_exception_goes_to_its_waiter_and_the_next_job_runs(run_on: Calla
     run_on(main)
 
 
-@ALL
+@BOTH
 def test_a_job_that_exhausts_an_iterator_still_answers_its_waiter(run_on: Callable) -> None:
     """A future refuses to hold a StopIteration: the waiter must get some error, not wait for ever."""
     answers: list[BaseException | None] = []
@@ -137,7 +131,7 @@ def test_a_job_that_exhausts_an_iterator_still_answers_its_waiter(run_on: Callab
     assert isinstance(answers[0], Exception)
 
 
-@ALL
+@BOTH
 def test_a_closed_executor_takes_no_job(run_on: Callable) -> None:
     async def main(executor: Executor) -> None:
         executor.close()
@@ -175,8 +169,7 @@ def test_jobs_run_on_one_thread_that_is_not_the_loops() -> None:
     on_thread(main)
 
 
-@THREADS
-def test_a_cancelled_job_that_has_not_begun_never_runs(run_on: Callable) -> None:
+def test_a_cancelled_job_that_has_not_begun_never_runs() -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         ran: list[str] = []
@@ -189,11 +182,10 @@ def test_a_cancelled_job_that_has_not_begun_never_runs(run_on: Callable) -> None
         await wanted
         assert ran == ["wanted"]
 
-    run_on(main)
+    on_thread(main)
 
 
-@THREADS
-def test_a_job_that_has_begun_ends_though_its_waiter_is_gone(run_on: Callable) -> None:
+def test_a_job_that_has_begun_ends_though_its_waiter_is_gone() -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         blocker.task.cancel()
@@ -202,11 +194,10 @@ def test_a_job_that_has_begun_ends_though_its_waiter_is_gone(run_on: Callable) -
         assert (await executor.run(lambda: "next", FORWARD)).value == "next"
         assert executor.finished == 2
 
-    run_on(main)
+    on_thread(main)
 
 
-@THREADS
-def test_close_drops_what_is_queued_and_lets_the_running_job_end(run_on: Callable) -> None:
+def test_close_drops_what_is_queued_and_lets_the_running_job_end() -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         ran: list[str] = []
@@ -219,11 +210,10 @@ def test_close_drops_what_is_queued_and_lets_the_running_job_end(run_on: Callabl
         assert (await blocker.task).value == "blocker"
         assert ran == []
 
-    run_on(main)
+    on_thread(main)
 
 
-@THREADS
-def test_a_running_job_shows_that_it_advances(run_on: Callable) -> None:
+def test_a_running_job_shows_that_it_advances() -> None:
     """A waiter sees ticks while the job runs: slowness is not death."""
 
     async def main(executor: ThreadExecutor) -> None:
@@ -244,11 +234,10 @@ def test_a_running_job_shows_that_it_advances(run_on: Callable) -> None:
         await task
         assert executor.finished == 3
 
-    run_on(main)
+    on_thread(main)
 
 
-@THREADS
-def test_a_hung_job_does_not_advance_the_counter(run_on: Callable) -> None:
+def test_a_hung_job_does_not_advance_the_counter() -> None:
     async def main(executor: ThreadExecutor) -> None:
         blocker = await Blocker(executor).begun()
         waiting = asyncio.create_task(executor.run(lambda: None, CONTROL))
@@ -257,7 +246,7 @@ def test_a_hung_job_does_not_advance_the_counter(run_on: Callable) -> None:
         blocker.let_go()
         await waiting
 
-    run_on(main)
+    on_thread(main)
 
 
 def test_time_in_the_queue_is_told_apart_from_time_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,124 +269,6 @@ def test_time_in_the_queue_is_told_apart_from_time_at_work(monkeypatch: pytest.M
         assert (second.queue_s, second.run_s) == (5.0, 2.0)
 
     on_thread(main)
-
-
-# ---------------------------------------------------------------------------------------------------- two threads
-
-
-class Gates:
-    """Jobs that tell when they begin and end when they are told to."""
-
-    def __init__(self, executor: ThreadExecutor) -> None:
-        self._executor = executor
-        self._loop = asyncio.get_running_loop()
-        self._gates: dict[str, threading.Event] = {}
-        self._begun: dict[str, asyncio.Event] = {}
-        self._tasks: dict[str, asyncio.Task[object]] = {}
-        self.running: list[str] = []
-
-    async def ask_for(self, name: str, priority: Priority) -> None:
-        gate = self._gates[name] = threading.Event()
-        self._begun[name] = asyncio.Event()
-
-        def job() -> None:
-            self._loop.call_soon_threadsafe(self._begin, name)
-            assert gate.wait(WITHIN_S)
-
-        self._tasks[name] = asyncio.create_task(self._executor.run(job, priority))
-        await queued(self._tasks[name])
-
-    def _begin(self, name: str) -> None:
-        self.running.append(name)
-        self._begun[name].set()
-
-    async def begun(self, name: str) -> None:
-        await self._begun[name].wait()
-
-    async def end(self, name: str) -> None:
-        self._gates[name].set()
-        await self._tasks[name]
-        self.running.remove(name)
-
-
-async def a_while() -> None:
-    """Long enough for a job to begin that must not: what is asserted after it holds however slow the machine is."""
-    await asyncio.sleep(0.05)
-
-
-def test_a_forward_runs_beside_a_backward_and_begins_only_while_few_wait() -> None:
-    async def main(executor: ThreadExecutor) -> None:
-        jobs = Gates(executor)
-        for name, priority in (("b0", BACKWARD), ("f1", FORWARD)):
-            await jobs.ask_for(name, priority)
-            await jobs.begun(name)
-        assert jobs.running == ["b0", "f1"]
-        waiting = [f"b{number}" for number in range(1, 1 + module.WAITING_BACKWARDS)]
-        for name in waiting:
-            await jobs.ask_for(name, BACKWARD)
-        await jobs.ask_for("f2", FORWARD)
-        await jobs.end("f1")
-        await a_while()
-        assert jobs.running == ["b0"], "too many backwards wait"
-        await jobs.end("b0")
-        await jobs.begun("b1")
-        await jobs.begun("f2")
-        for name in ("f2", *waiting):
-            await jobs.begun(name)
-            await jobs.end(name)
-
-    on_two_threads(main)
-
-
-def test_a_control_job_runs_beside_nothing() -> None:
-    async def main(executor: ThreadExecutor) -> None:
-        jobs = Gates(executor)
-        await jobs.ask_for("f1", FORWARD)
-        await jobs.begun("f1")
-        await jobs.ask_for("c", CONTROL)
-        await jobs.ask_for("b", BACKWARD)
-        await jobs.ask_for("f2", FORWARD)
-        await jobs.ask_for("e", EVALUATION)
-        await a_while()
-        assert jobs.running == ["f1"]
-        await jobs.end("f1")
-        await jobs.begun("c")
-        await a_while()
-        assert jobs.running == ["c"]
-        await jobs.end("c")
-        await jobs.begun("b")
-        await jobs.begun("f2")
-        await a_while()
-        assert sorted(jobs.running) == ["b", "f2"], "the evaluation has the forward's thread"
-        for name in ("b", "f2"):
-            await jobs.end(name)
-        await jobs.begun("e")
-        await jobs.end("e")
-
-    on_two_threads(main)
-
-
-def test_thousands_of_jobs_on_two_threads_keep_to_the_rules() -> None:
-    async def main(executor: ThreadExecutor) -> None:
-        lock, running = threading.Lock(), {priority: 0 for priority in Priority}
-        wrong: list[dict[Priority, int]] = []
-
-        def job(priority: Priority) -> None:
-            with lock:
-                running[priority] += 1
-                forwards = running[FORWARD] + running[EVALUATION]
-                if forwards > 1 or running[BACKWARD] > 1 or (running[CONTROL] and sum(running.values()) > 1):
-                    wrong.append(dict(running))
-            executor.tick()
-            with lock:
-                running[priority] -= 1
-
-        priorities = [Priority(number % 7 % 4) for number in range(4000)]
-        await asyncio.gather(*(executor.run(lambda p=p: job(p), p) for p in priorities))
-        assert not wrong
-        assert executor.finished == 2 * len(priorities), "no tick is lost"
-
-    on_two_threads(main)
 
 
 # ---------------------------------------------------------------------------------------------------- virtual time
@@ -523,19 +394,16 @@ def test_the_next_job_waits_for_after_job_and_the_jobs_waiter_does_not() -> None
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("forward_apart", [False, True])
-def test_a_device_that_breaks_between_two_jobs_is_told_to_the_next_ones_waiter(forward_apart: bool) -> None:
+def test_a_device_that_breaks_between_two_jobs_is_told_to_the_next_ones_waiter() -> None:
     """Promise 4: a thread that ended instead would leave everyone waiting."""
 
     async def main() -> None:
         def after_job() -> None:
             raise Fault("broken")
 
-        executor = ThreadExecutor(forward_apart=forward_apart, after_job=after_job)
+        executor = ThreadExecutor(after_job=after_job)
         async with asyncio.timeout(WITHIN_S):
             await executor.run(lambda: None, FORWARD)
-            if forward_apart:
-                await executor.run(lambda: None, BACKWARD)
             for priority in (FORWARD, BACKWARD):
                 with pytest.raises(Fault, match="broken"):
                     await executor.run(lambda: pytest.fail("ran"), priority)
@@ -561,8 +429,7 @@ def test_no_job_runs_in_a_thread_that_could_not_be_prepared() -> None:
     asyncio.run(main())
 
 
-@THREADS
-def test_what_a_dropped_job_holds_is_let_go_though_no_other_job_comes(run_on: Callable) -> None:
+def test_what_a_dropped_job_holds_is_let_go_though_no_other_job_comes() -> None:
     class Activation:
         pass
 
@@ -580,7 +447,7 @@ def test_what_a_dropped_job_holds_is_let_go_though_no_other_job_comes(run_on: Ca
         await gone.wait()
         assert held() is None
 
-    run_on(main)
+    on_thread(main)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core there is never a second thread")

@@ -55,7 +55,7 @@ class Activation:
     inputs: Tensors
     labels: Tensors | None
     outputs: Tensors | None
-    #: Bytes of the saved graph, without parameters and inputs.
+    #: Bytes of the saved graph, without parameters and inputs; 0 if it is captured.
     graph_bytes: int = 0
     recomputed: bool = False
     #: Where the forward was a CUDA graph: the outputs' graph is captured, too.
@@ -152,7 +152,6 @@ class StageCompute:
         self._places = Places(self._module)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._captured: CapturedStage | None = None
-        self._captured_bytes = 0
         self._draws = False
         self._ticket = Ticket(0, 0)
         self._calls: dict[str, int] = {}
@@ -248,10 +247,7 @@ class StageCompute:
         self.backward(activation, None if self.last else gradients)
 
     def _try_graphs(self, version: Version, budget: MemoryBudget, inputs: Tensors, labels: Tensors | None) -> None:
-        """Keep CUDA graphs of the stage if they can be had, leave most of the memory and are faster."""
-        needed = CapturedStage.bytes_of(version)
-        if 4 * needed > budget.limit_bytes - budget.used_bytes or not budget.reserve(needed):
-            return
+        """Keep CUDA graphs of the stage if they can be had and are faster."""
 
         def seconds() -> float:
             torch.cuda.synchronize()
@@ -263,25 +259,24 @@ class StageCompute:
         def call(parameters: Tensors, inputs: Tensors, labels: Tensors | None) -> Tensors:
             return self._call(parameters, Ticket(0, 0), inputs, labels, train=True)
 
-        self._captured_bytes = needed
         try:
             launched = min(seconds() for _ in range(4))
-            self._captured = CapturedStage(call, version, inputs, labels)
+            self._captured = CapturedStage(call, version, inputs, labels, budget, self.graph_bytes_like(inputs))
             captured = min(seconds() for _ in range(4))
         except RuntimeError as error:
             logger.info("stage %d has no CUDA graphs: %s", self.stage, str(error).partition("\n")[0])
-            captured, launched = 1.0, 0.0
-        if captured > _GRAPHS_PAY * launched:
-            self.let_go(budget)
-            torch.cuda.empty_cache()
-            return
-        milliseconds = 1e3 * captured, 1e3 * launched
-        logger.info("stage %d computes by CUDA graphs: %.1f ms a micro-batch, %.1f without", self.stage, *milliseconds)
+        else:
+            logger.info("stage %d: %.1f ms a micro-batch, %.1f by CUDA graphs", self.stage, 1e3 * launched, 1e3 * captured)
+            if captured <= _GRAPHS_PAY * launched:
+                return
+        self.let_go()
+        torch.cuda.empty_cache()
 
-    def let_go(self, budget: MemoryBudget) -> None:
-        """Give up what `warm_up` took of `budget`; micro-batches under way keep their graphs."""
-        budget.release(self._captured_bytes)
-        self._captured, self._captured_bytes = None, 0
+    def let_go(self) -> None:
+        """Give up what `warm_up` took of its budget; micro-batches under way keep their graphs."""
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            captured.close()
 
     def show_progress(self, executor: Executor) -> None:
         """Have every parametrised submodule's forward advance the executor's counter: slowness is not death."""
@@ -318,7 +313,7 @@ class StageCompute:
         if keep_graph and captured is not None:
             activation.lease = captured.forward(version, inputs, labels)
         if activation.lease is not None:
-            activation.outputs, activation.graph_bytes = activation.lease.outputs, self.graph_bytes_like(inputs)
+            activation.outputs = activation.lease.outputs
         else:
             activation.outputs = self._outputs(activation, keep_graph)
         return activation
@@ -350,7 +345,10 @@ class StageCompute:
         return outputs
 
     def graph_bytes_like(self, inputs: Tensors) -> int:
-        """Bytes that a graph for inputs of these shapes took before; 0 if none was built yet."""
+        """Bytes that a graph for inputs of these shapes would take, as one did before; 0 if none was built yet."""
+        captured = self._captured
+        if captured is not None and captured.has_room(inputs):
+            return 0
         signature = tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items())
         return self._graph_bytes.get(signature, 0)
 

@@ -16,51 +16,69 @@ from collections.abc import Callable
 import torch
 
 from swarm.stage.module import Tensors
+from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
 
 logger = logging.getLogger(__name__)
 
 #: (parameters, inputs, labels) -> outputs.
 Call = Callable[[Tensors, Tensors, Tensors | None], Tensors]
+#: Part of the memory for in-flight micro-batches that may be captured: it stays so while nobody uses it, and requests, and
+#: micro-batches of other shapes, need some.
+_LARGEST_PART = 0.5
 
 
 class CapturedStage:
     """All captured calls of one stage, for micro-batches of one shape.
 
     Args:
-        call: the stage's forward, whose randomness, if any, nobody needs again.
+        call: the stage's forward, which draws nothing at random.
         version: some version; its shapes matter.
         inputs, labels: of the micro-batches that it is for; their shapes matter.
+        budget: of what in-flight micro-batches hold. What is captured takes memory of it until `close`.
+        call_bytes: what a micro-batch holds between its forward and its backward.
 
     Raises:
-        RuntimeError: what it does cannot be captured (it asks the device for something), or memory is short.
+        RuntimeError: what the stage does cannot be captured (it asks the device for something), or memory is short.
     """
 
-    def __init__(self, call: Call, version: Version, inputs: Tensors, labels: Tensors | None) -> None:
+    def __init__(
+        self, call: Call, version: Version, inputs: Tensors, labels: Tensors | None, budget: MemoryBudget, call_bytes: int
+    ) -> None:
         self.call = call
+        self._budget = budget
+        self._call_bytes = call_bytes
+        self._most_bytes = int(_LARGEST_PART * (budget.limit_bytes - budget.used_bytes))
+        self._reserved_bytes = 0
+        if not self._reserve(2 * sum(t.nbytes for t in version.parameters.values()) + call_bytes):
+            raise RuntimeError("the memory for micro-batches is small")
         self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
         #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
         self._holds = weakref.ref(version)
         self.inputs, self.labels = _blank(inputs), _blank(labels or {})
-        self.gradients = {name: torch.zeros_like(t) for name, t in self.parameters.items()}
-        self.input_gradients = {name: torch.zeros_like(t) for name, t in inputs.items() if t.is_floating_point()}
+        self.gradients = _blank(self.parameters)
+        self.input_gradients = _blank({name: t for name, t in inputs.items() if t.is_floating_point()})
         #: Memory of all backwards: nothing of it outlives one of them.
         self.scratch = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
+        self.free: list[_CapturedCall] = []
         self._is_full = False
-        self.free = [_CapturedCall(self)]
+        try:
+            self.free.append(_CapturedCall(self))
+        except RuntimeError:
+            self.close()
+            raise
 
-    @staticmethod
-    def bytes_of(version: Version) -> int:
-        """What it takes besides activations: a copy of the parameters, and their gradients."""
-        return 2 * sum(t.nbytes for t in version.parameters.values())
+    def has_room(self, inputs: Tensors) -> bool:
+        """Whether a forward of `inputs` takes no more memory than is captured already."""
+        return bool(self.free) and _shapes(inputs) == _shapes(self.inputs)
 
     def forward(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Lease | None:
         """Start the forward of one micro-batch; None if it has other shapes or there is no memory for one more."""
         labels = labels or {}
         if _shapes(inputs) != _shapes(self.inputs) or _shapes(labels) != _shapes(self.labels):
             return None
-        call = self.free.pop() if self.free else self._one_more()
+        call = self._free_call()
         if call is None:
             return None
         self.hold(version)
@@ -76,13 +94,26 @@ class CapturedStage:
                 torch._foreach_copy_(list(self.parameters.values()), list(version.parameters.values()))
             self._holds = weakref.ref(version)
 
-    def _one_more(self) -> _CapturedCall | None:
-        if self._is_full:
+    def close(self) -> None:
+        """Give the budget back what this has of it; micro-batches under way can still end."""
+        self._budget.release(self._reserved_bytes)
+        self._reserved_bytes = 0
+
+    def _reserve(self, num_bytes: int) -> bool:
+        if self._reserved_bytes + num_bytes > self._most_bytes or not self._budget.reserve(num_bytes):
+            return False
+        self._reserved_bytes += num_bytes
+        return True
+
+    def _free_call(self) -> _CapturedCall | None:
+        if self.free:
+            return self.free.pop()
+        if self._is_full or not self._reserve(self._call_bytes):
             return None
         try:
             return _CapturedCall(self)
         except RuntimeError as error:
-            logger.warning("no CUDA graphs for one more micro-batch at once: %s", error)
+            logger.info("no CUDA graphs for one more micro-batch at once: %s", str(error).partition("\n")[0])
             self._is_full = True
             return None
 

@@ -122,17 +122,37 @@ def test_a_graph_that_was_dropped_is_computed_again_and_one_that_nobody_wants_is
     assert len(compute._captured.free) == 1, "a request that is given up gives its call back"
 
 
-def test_a_budget_without_room_is_left_alone_and_what_was_taken_comes_back() -> None:
-    small = MemoryBudget(2**12)
-    compute, _ = stage_of(1, budget=small)
-    assert (compute._captured, small.used_bytes) == (None, 0)
+def test_a_budget_without_room_is_left_alone() -> None:
+    budget = MemoryBudget(2**12)
+    compute, _ = stage_of(1, budget=budget)
+    assert (compute._captured, budget.used_bytes) == (None, 0)
+
+
+def test_what_is_captured_counts_in_the_budget_until_it_is_let_go_and_never_takes_more_than_half() -> None:
     budget = MemoryBudget(2**30)
     compute, versions = stage_of(1, budget=budget)
-    assert budget.used_bytes == 2 * sum(t.nbytes for t in versions[0].parameters.values())
-    activation = forward(compute, versions[0], 1)
-    compute.let_go(budget)
+    shared = 2 * sum(t.nbytes for t in versions[0].parameters.values())
+    each = budget.used_bytes - shared
+    assert each > 0
+    compute.let_go()
     assert budget.used_bytes == 0
-    assert backward(compute, activation, 1), "a micro-batch that is under way goes on"
+
+    budget = MemoryBudget(2 * (shared + 2 * each))
+    compute, versions = stage_of(1, budget=budget)
+    inputs = drawn(compute, 1)[0]
+    assert compute.graph_bytes_like(inputs) == 0, "a call is free"
+    first = forward(compute, versions[0], 1)
+    assert compute.graph_bytes_like(inputs) == each
+    second = forward(compute, versions[0], 2)
+    assert budget.used_bytes == shared + 2 * each
+    third = forward(compute, versions[0], 3)
+    assert (third.lease, third.graph_bytes) == (None, each)
+    assert backward(compute, third, 3)
+    assert backward(compute, first, 1)
+    assert forward(compute, versions[0], 4).lease is not None
+    compute.let_go()
+    assert budget.used_bytes == 0
+    assert backward(compute, second, 2), "a micro-batch that is under way goes on"
     assert forward(compute, versions[0], 1).lease is None
 
 

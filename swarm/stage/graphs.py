@@ -162,18 +162,18 @@ class _CapturedCall:
         self.inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in _blank(stage.inputs).items()}
         self.labels = _blank(stage.labels)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # In memory of its own: what a forward throws away another would hold until its backward. Its outputs are kept with
-        # their graph, whose saved tensors are what the captured backward reads.
+        # In memory of its own, where nothing else is ever captured: what a forward throws away might be what another keeps
+        # for its backward, and what it keeps is free for torch once the backward is captured.
         with torch.cuda.graph(self.forward, stream=stage.stream, capture_error_mode="thread_local"):
-            self._outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
-        self.outputs = {name: t.detach() for name, t in self._outputs.items()}
-        heads = {name: t for name, t in self._outputs.items() if t.requires_grad}
+            outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
+        self.outputs = {name: t.detach() for name, t in outputs.items()}
+        heads = {name: t for name, t in outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
         with torch.cuda.graph(self.backward, stage.scratch, stage.stream, capture_error_mode="thread_local"):
             found = torch.autograd.grad(
                 list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
-                allow_unused=True, retain_graph=True,
+                allow_unused=True,
             )  # fmt: skip
             places = [*(stage.input_gradients[name] for name in leaves), *stage.gradients.values()]
             pairs = [(place, g) for place, g in zip(places, found, strict=True) if g is not None]

@@ -266,8 +266,12 @@ class StageCompute:
         except RuntimeError as error:
             logger.info("stage %d has no CUDA graphs: %s", self.stage, str(error).partition("\n")[0])
         else:
-            logger.info("stage %d: %.1f ms a micro-batch, %.1f by CUDA graphs", self.stage, 1e3 * launched, 1e3 * captured)
-            if captured <= _GRAPHS_PAY * launched:
+            pays = captured <= _GRAPHS_PAY * launched
+            logger.info(
+                "stage %d takes %.1f ms for a micro-batch, by CUDA graphs %.1f ms: they are %s", self.stage, 1e3 * launched,
+                1e3 * captured, "used" if pays else "not used",
+            )  # fmt: skip
+            if pays:
                 return
         self.let_go()
         torch.cuda.empty_cache()

@@ -9,9 +9,12 @@ gradients, which stay until the next backward.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -164,13 +167,13 @@ class _CapturedCall:
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # In memory of its own, where nothing else is ever captured: what a forward throws away might be what another keeps
         # for its backward, and what it keeps is free for torch once the backward is captured.
-        with torch.cuda.graph(self.forward, stream=stage.stream, capture_error_mode="thread_local"):
+        with _recording(self.forward, stage.stream, None):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
         self.outputs = {name: t.detach() for name, t in outputs.items()}
         heads = {name: t for name, t in outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
-        with torch.cuda.graph(self.backward, stage.scratch, stage.stream, capture_error_mode="thread_local"):
+        with _recording(self.backward, stage.stream, stage.scratch):
             found = torch.autograd.grad(
                 list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
                 allow_unused=True,
@@ -180,6 +183,22 @@ class _CapturedCall:
             torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
         #: Parameters that have a gradient.
         self.reached = {name for name, g in zip(stage.parameters, found[len(leaves) :], strict=True) if g is not None}
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:
+    """What this thread launches is recorded. Other threads may go on with the device.
+
+    Python's collector waits: to free another graph, or a kernel that was compiled, ends a recording in its thread.
+    """
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def _shapes(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -65,7 +65,12 @@ class StageFactory(Protocol):
 
 @runtime_checkable
 class Compilable(Protocol):
-    """What a stage module offers in addition, so that `torch.compile` can be used on it (`launch_stage --compile`)."""
+    """What a stage module offers in addition, so that `torch.compile` (`launch_stage --compile`) and CUDA graphs can be
+    used on it.
+
+    With graphs its Python code runs when they are captured and not again, so nothing in it may change from one micro-batch
+    to the next but tensors; what asks the device for a value, or draws at random, is never captured.
+    """
 
     @property
     def blocks(self) -> Sequence[torch.nn.Module]:

@@ -39,21 +39,20 @@ class CapturedStage:
         version: some version; its shapes matter.
         inputs, labels: of the micro-batches that it is for; their shapes matter.
         budget: of what in-flight micro-batches hold. What is captured takes memory of it until `close`.
-        call_bytes: what a micro-batch holds between its forward and its backward.
+        graph_bytes: what a micro-batch that is not captured holds between its forward and its backward.
 
     Raises:
         RuntimeError: what the stage does cannot be captured (it asks the device for something), or memory is short.
     """
 
     def __init__(
-        self, call: Call, version: Version, inputs: Tensors, labels: Tensors | None, budget: MemoryBudget, call_bytes: int
+        self, call: Call, version: Version, inputs: Tensors, labels: Tensors | None, budget: MemoryBudget, graph_bytes: int
     ) -> None:
         self.call = call
         self._budget = budget
-        self._call_bytes = call_bytes
         self._most_bytes = int(_LARGEST_PART * (budget.limit_bytes - budget.used_bytes))
         self._reserved_bytes = 0
-        if not self._reserve(2 * sum(t.nbytes for t in version.parameters.values()) + call_bytes):
+        if not self._reserve(2 * sum(t.nbytes for t in version.parameters.values()) + graph_bytes):
             raise RuntimeError("the memory for micro-batches is small")
         self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
         #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
@@ -67,10 +66,15 @@ class CapturedStage:
         self.free: list[_CapturedCall] = []
         self._is_full = False
         try:
-            self.free.append(_CapturedCall(self))
+            first = _CapturedCall(self)
+            #: What each call takes: with what its forward throws away, which torch cannot use for anything else.
+            self._call_bytes = max(graph_bytes, first.num_bytes)
+            if not self._reserve(self._call_bytes - graph_bytes):
+                raise RuntimeError("the memory for micro-batches is small")
         except RuntimeError:
             self.close()
             raise
+        self.free.append(first)
 
     def has_room(self, inputs: Tensors) -> bool:
         """Whether a forward of `inputs` takes no more memory than is captured already."""
@@ -167,8 +171,11 @@ class _CapturedCall:
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # In memory of its own, where nothing else is ever captured: what a forward throws away might be what another keeps
         # for its backward, and what it keeps is free for torch once the backward is captured.
+        torch.cuda.empty_cache()
+        before_bytes = torch.cuda.memory_reserved()
         with _recording(self.forward, stage.stream, None):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
+        self.num_bytes = torch.cuda.memory_reserved() - before_bytes
         self.outputs = {name: t.detach() for name, t in outputs.items()}
         heads = {name: t for name, t in outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}

@@ -154,11 +154,12 @@ def test_what_is_captured_counts_in_the_budget_until_it_is_let_go_and_never_take
     inputs = drawn(compute, 1)[0]
     assert compute.graph_bytes_like(inputs) == 0, "a call is free"
     first = forward(compute, versions[0], 1)
-    assert compute.graph_bytes_like(inputs) == each
+    assert 0 < compute.graph_bytes_like(inputs) <= each
     second = forward(compute, versions[0], 2)
     assert budget.used_bytes == shared + 2 * each
     third = forward(compute, versions[0], 3)
-    assert (third.lease, third.graph_bytes) == (None, each)
+    assert third.lease is None
+    assert 0 < third.graph_bytes <= each
     assert backward(compute, third, 3)
     assert backward(compute, first, 1)
     assert forward(compute, versions[0], 4).lease is not None

@@ -1,4 +1,7 @@
-"""CUDA graphs of a stage: the same gradients as its kernels started one by one, whoever is under way beside whom."""
+"""CUDA graphs of a stage: the same gradients as its kernels started one by one, whoever is under way beside whom.
+
+Without a GPU calls are recorded by a stand-in, which has the same fixed places.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,25 @@ from swarm.stage.module import Tensors
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import CommitRecord
+from tests.unit.stage.recorded_calls import install
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
 SAMPLES, T, VOCAB, HIDDEN = 2, 12, 256, 96
 NUM_STAGES = 3
 RECORD = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, loss_scale=4.0)
 
 
+def example(compute: StageCompute) -> tuple[Tensors, Tensors | None]:
+    inputs, labels, _ = drawn(compute, 0)
+    return inputs, labels
+
+
 @pytest.fixture(autouse=True)
 def _pays_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        install(monkeypatch, example)
     monkeypatch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
 
 
@@ -42,7 +54,7 @@ def stage_of(
     """A stage on the GPU with two versions; with a budget it was warmed up."""
     config = config_of(**changes)
     factory = factory_of(config)
-    compute = StageCompute(factory, stage, precision=config.precision, seed=3, device="cuda:0", compile=compile)
+    compute = StageCompute(factory, stage, precision=config.precision, seed=3, device=DEVICE, compile=compile)
     masters = compute.initial_masters()
     versions = [make_version(RECORD, compute.layout, masters * scale, compute.dtype) for scale in (1.0, 1.5)]
     if budget is not None:
@@ -53,8 +65,8 @@ def stage_of(
 def drawn(compute: StageCompute, seed: int, *, samples: int = SAMPLES) -> tuple[Tensors, Tensors | None, Tensors | None]:
     """Inputs, labels and the gradients of the outputs."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB, (samples, T), generator=generator).cuda()
-    hidden, gradient = (torch.randn(samples, T, HIDDEN, generator=generator, dtype=compute.dtype).cuda() for _ in range(2))
+    ids = torch.randint(0, VOCAB, (samples, T), generator=generator).to(DEVICE)
+    hidden, gradient = (torch.randn(samples, T, HIDDEN, generator=generator, dtype=compute.dtype).to(DEVICE) for _ in range(2))
     inputs = {"input_ids": ids} if compute.stage == 0 else {"hidden_states": hidden}
     return inputs, {"labels": ids} if compute.last else None, None if compute.last else {"hidden_states": gradient}
 
@@ -100,6 +112,7 @@ def test_graphs_give_the_gradients_of_launches_for_interleaved_micro_batches_of_
     assert len(compute._captured.free) == 4, "as many calls as micro-batches were under way at once, all free again"
 
 
+@NEEDS_CUDA
 def test_compiled_blocks_are_captured_too() -> None:
     plain, versions = stage_of(1, budget=None, precision="fp32")
     compute, own = stage_of(1, budget=MemoryBudget(2**30), precision="fp32", compile=True)
@@ -176,6 +189,7 @@ def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
     assert (compute._captured, budget.used_bytes) == (None, 0)
 
 
+@NEEDS_CUDA
 def test_a_module_that_asks_the_device_is_launched() -> None:
     plain, versions = stage_of(1, budget=None)
     budget = MemoryBudget(2**30)
@@ -191,6 +205,7 @@ def test_a_module_that_asks_the_device_is_launched() -> None:
     assert asked
 
 
+@NEEDS_CUDA
 def test_what_draws_at_random_is_launched() -> None:
     """A mask is a function of the ticket, which a graph does not know."""
     options = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 3, "vocab_size": VOCAB, "resid_pdrop": 0.1}

@@ -1,0 +1,79 @@
+"""What stands for CUDA's recording on a machine without a GPU: the same fixed places, computed again at each replay.
+
+So a captured call whose places another micro-batch wrote to, or that was started with another version's parameters, gives
+wrong gradients here as it does there. Kernels, streams and memory pools are for `test_stage_graphs.py` on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from swarm.stage import compute as compute_module
+from swarm.stage import graphs
+from swarm.stage.compute import StageCompute
+from swarm.stage.module import Tensors
+from swarm.stage.stash import MemoryBudget
+from swarm.stage.versions import Version
+
+#: Inputs and labels like those of a stage's micro-batches.
+Example = Callable[[StageCompute], tuple[Tensors, Tensors | None]]
+
+
+class RecordedCall:
+    """As `graphs._CapturedCall`."""
+
+    #: Backwards of all calls so far.
+    num_backwards = 0
+
+    def __init__(self, stage: graphs.CapturedStage) -> None:
+        self._stage = stage
+        self.num_bytes = 0
+        self.inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in graphs._blank(stage.inputs).items()}
+        self.labels = graphs._blank(stage.labels)
+        outputs = self._call()
+        self.outputs = {name: t.detach() for name, t in outputs.items()}
+        self.seeds = {name: torch.zeros_like(t) for name, t in outputs.items() if t.requires_grad}
+        found = self._gradients(outputs)[len(stage.input_gradients) :]
+        self.reached = {name for name, g in zip(stage.parameters, found, strict=True) if g is not None}
+        self.forward = SimpleNamespace(replay=self._forward)
+        self.backward = SimpleNamespace(replay=self._backward)
+
+    def _call(self) -> Tensors:
+        return self._stage.call(self._stage.parameters, self.inputs, self.labels or None)
+
+    def _gradients(self, outputs: Tensors) -> list[torch.Tensor | None]:
+        leaves = [*(self.inputs[name] for name in self._stage.input_gradients), *self._stage.parameters.values()]
+        heads = [outputs[name] for name in self.seeds]
+        return list(torch.autograd.grad(heads, leaves, list(self.seeds.values()), allow_unused=True))
+
+    @torch.no_grad()
+    def _forward(self) -> None:
+        for name, t in self._call().items():
+            self.outputs[name].copy_(t)
+
+    def _backward(self) -> None:
+        RecordedCall.num_backwards += 1
+        places = [*self._stage.input_gradients.values(), *self._stage.gradients.values()]
+        found = self._gradients(self._call())
+        with torch.no_grad():
+            for place, g in zip(places, found, strict=True):
+                if g is not None:
+                    place.copy_(g)
+
+
+def install(patch: pytest.MonkeyPatch, example: Example) -> None:
+    """Every stage computes by recorded calls from now on."""
+
+    def warm_up(self: StageCompute, version: Version, budget: MemoryBudget, **_: int) -> None:
+        self._try_graphs(version, budget, *example(self))
+
+    patch.setattr(StageCompute, "warm_up", warm_up)
+    patch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
+    patch.setattr(graphs, "_CapturedCall", RecordedCall)
+    patch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
+    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
+        patch.setattr(torch.cuda, name, lambda *_: None)

@@ -105,7 +105,7 @@ class StagePeer:
         config = self.context.config
         return StageCompute(
             self._factory, stage, precision=config.precision, seed=config.seed, device=self._machine.device,
-            compile=self._machine.compile, frozen=config.frozen,
+            compile=self._machine.compile, frozen=config.frozen, budget=self._budget,
         )  # fmt: skip
 
     def _take_up(self, compute: StageCompute, before: StageMember | None = None) -> None:
@@ -176,7 +176,7 @@ class StagePeer:
     def _warm_up(self) -> None:
         config, member = self.context.config, self.member
         member.compute.warm_up(
-            member.versions.newest, self._budget, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
+            member.versions.newest, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
         )
 
     @property

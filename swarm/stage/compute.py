@@ -113,7 +113,8 @@ class StageCompute:
     """The stage's module on its device.
 
     With `compile` its blocks go through `torch.compile`, one region each, for the shapes that training uses: `warm_up`
-    takes the time for it.
+    takes the time for it. With a `budget`, that of what in-flight micro-batches hold, a GPU uses CUDA graphs where they are
+    faster; they take memory of it until `let_go`.
 
     Raises:
         ConfigError: `compile`, and the module is not `Compilable`.
@@ -121,7 +122,7 @@ class StageCompute:
 
     def __init__(
         self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu", compile: bool = False,
-        frozen: Sequence[str] = (),
+        frozen: Sequence[str] = (), budget: MemoryBudget | None = None,
     ) -> None:  # fmt: skip
         self.stage = stage
         self.last = stage == factory.num_stages - 1
@@ -152,14 +153,19 @@ class StageCompute:
         self._places = Places(self._module)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._captured: CapturedStage | None = None
-        self._draws = False
+        self._budget = budget
         self._ticket = Ticket(0, 0)
         self._calls: dict[str, int] = {}
         self._graph_bytes: dict[tuple[object, ...], int] = {}
+        draws = False
         for name, child in self._module.named_modules():
             if (isinstance(child, _DROPOUTS) and child.p > 0) or getattr(child, "draws_at_random", False):
                 child.register_forward_pre_hook(self._seed_dropout(name))
-                self._draws = True
+                draws = True
+        #: CUDA graphs may be used and were not tried: the first micro-batch that is trained on shows whether they pay.
+        self._may_capture = (
+            budget is not None and not draws and isinstance(self._module, Compilable) and torch.device(device).type == "cuda"
+        )
 
     def initial_masters(self) -> torch.Tensor:
         """The initial values, flat [N]; handed out once, then made again, since they are hardly ever needed.
@@ -214,28 +220,16 @@ class StageCompute:
             block.forward = torch.compile(block.forward, dynamic=False)
         return list(module.blocks)
 
-    def warm_up(self, version: Version, budget: MemoryBudget, *, num_samples: int, sequence_length: int) -> None:
-        """Compute on an example: what is to be compiled is compiled, tens of seconds at the first time, and on a GPU it
-        shows whether CUDA graphs pay. They are used for micro-batches like the example then.
-
-        Args:
-            budget: of what in-flight micro-batches hold; graphs take memory of it for good.
-        """
-        if not isinstance(self._module, Compilable) or not (self._compiled or torch.device(self.device).type == "cuda"):
+    def warm_up(self, version: Version, *, num_samples: int, sequence_length: int) -> None:
+        """Compile what is to be compiled, tens of seconds at the first time, by computing on an example."""
+        if not self._compiled:
             return
-        try:
-            given = self._module.example(num_samples, sequence_length)
-        except ConfigError:
-            if self._compiled:
-                raise
-            return
+        assert isinstance(self._module, Compilable)
+        given = self._module.example(num_samples, sequence_length)
         inputs, labels = ({n: self._like_received(t) for n, t in (tensors or {}).items()} for tensors in given)
-        if self._compiled:
-            self._train_on(version, inputs, labels)
-            self.forward(version, Ticket(0, 0), inputs, labels, keep_graph=False)
-            self.evaluate(version, inputs, labels)
-        if torch.device(self.device).type == "cuda" and not self._draws and version.parameters:
-            self._try_graphs(version, budget, inputs, labels)
+        self._train_on(version, inputs, labels)
+        self.forward(version, Ticket(0, 0), inputs, labels, keep_graph=False)
+        self.evaluate(version, inputs, labels)
 
     def _like_received(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -246,8 +240,9 @@ class StageCompute:
         gradients = {n: torch.zeros_like(t) for n, t in outputs.items() if t.is_floating_point()}
         self.backward(activation, None if self.last else gradients)
 
-    def _try_graphs(self, version: Version, budget: MemoryBudget, inputs: Tensors, labels: Tensors | None) -> None:
-        """Keep CUDA graphs of the stage if they can be had and are faster."""
+    def _try_graphs(self, version: Version, inputs: Tensors, labels: Tensors | None) -> None:
+        """Keep CUDA graphs for micro-batches like this one if they can be had and are faster."""
+        assert self._budget is not None
 
         def seconds() -> float:
             torch.cuda.synchronize()
@@ -261,7 +256,7 @@ class StageCompute:
 
         try:
             launched = min(seconds() for _ in range(4))
-            self._captured = CapturedStage(call, version, inputs, labels, budget, self.graph_bytes_like(inputs))
+            self._captured = CapturedStage(call, version, inputs, labels, self._budget, self.graph_bytes_like(inputs))
             captured = min(seconds() for _ in range(4))
         except RuntimeError as error:
             logger.info("stage %d has no CUDA graphs: %s", self.stage, str(error).partition("\n")[0])
@@ -277,7 +272,7 @@ class StageCompute:
         torch.cuda.empty_cache()
 
     def let_go(self) -> None:
-        """Give up what `warm_up` took of its budget; micro-batches under way keep their graphs."""
+        """Give up what CUDA graphs took of the budget; micro-batches under way keep theirs."""
         captured, self._captured = self._captured, None
         if captured is not None:
             captured.close()
@@ -313,9 +308,12 @@ class StageCompute:
         """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their graph."""
         inputs = {n: t.detach().requires_grad_(True) if t.is_floating_point() else t for n, t in inputs.items()}
         activation = Activation(ticket, version, inputs, labels, None)
-        captured = self._captured  # which another thread may let go
-        if keep_graph and captured is not None:
-            activation.lease = captured.forward(version, inputs, labels)
+        if keep_graph:
+            if self._may_capture and version.parameters:
+                self._may_capture = False
+                self._try_graphs(version, inputs, labels)
+            captured = self._captured  # which another thread may let go
+            activation.lease = captured.forward(version, inputs, labels) if captured is not None else None
         if activation.lease is not None:
             activation.outputs = activation.lease.outputs
         else:

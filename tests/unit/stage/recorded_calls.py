@@ -6,8 +6,8 @@ wrong gradients here as it does there. Kernels, streams and memory pools are for
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,6 @@ from swarm.stage import compute as compute_module
 from swarm.stage import graphs
 from swarm.stage.compute import StageCompute
 from swarm.stage.module import Tensors
-from swarm.stage.stash import MemoryBudget
-from swarm.stage.versions import Version
-
-#: Inputs and labels like those of a stage's micro-batches.
-Example = Callable[[StageCompute], tuple[Tensors, Tensors | None]]
 
 
 class RecordedCall:
@@ -65,13 +60,15 @@ class RecordedCall:
                     place.copy_(g)
 
 
-def install(patch: pytest.MonkeyPatch, example: Example) -> None:
-    """Every stage computes by recorded calls from now on."""
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Every stage that has a budget computes by recorded calls from now on."""
+    made = StageCompute.__init__
 
-    def warm_up(self: StageCompute, version: Version, budget: MemoryBudget, **_: int) -> None:
-        self._try_graphs(version, budget, *example(self))
+    def make(self: StageCompute, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self._may_capture = self._budget is not None
 
-    patch.setattr(StageCompute, "warm_up", warm_up)
+    patch.setattr(StageCompute, "__init__", make)
     patch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
     patch.setattr(graphs, "_CapturedCall", RecordedCall)
     patch.setattr(torch.cuda, "Stream", type("Stream", (), {}))

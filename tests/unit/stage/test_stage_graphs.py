@@ -29,15 +29,10 @@ NUM_STAGES = 3
 RECORD = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, loss_scale=4.0)
 
 
-def example(compute: StageCompute) -> tuple[Tensors, Tensors | None]:
-    inputs, labels, _ = drawn(compute, 0)
-    return inputs, labels
-
-
 @pytest.fixture(autouse=True)
 def _pays_always(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        install(monkeypatch, example)
+        install(monkeypatch)
     monkeypatch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
 
 
@@ -51,14 +46,15 @@ def config_of(**changes: object) -> RunConfig:
 def stage_of(
     stage: int, *, budget: MemoryBudget | None, compile: bool = False, **changes: object
 ) -> tuple[StageCompute, list[Version]]:
-    """A stage on the GPU with two versions; with a budget it was warmed up."""
+    """A stage on the GPU with two versions; with a budget it has graphs from the first micro-batch on."""
     config = config_of(**changes)
     factory = factory_of(config)
-    compute = StageCompute(factory, stage, precision=config.precision, seed=3, device=DEVICE, compile=compile)
+    compute = StageCompute(factory, stage, precision=config.precision, seed=3, device=DEVICE, compile=compile, budget=budget)
     masters = compute.initial_masters()
     versions = [make_version(RECORD, compute.layout, masters * scale, compute.dtype) for scale in (1.0, 1.5)]
     if budget is not None:
-        compute.warm_up(versions[0], budget, num_samples=SAMPLES, sequence_length=T)
+        compute.warm_up(versions[0], num_samples=SAMPLES, sequence_length=T)
+        forward(compute, versions[0], 0)
     return compute, versions
 
 
@@ -195,8 +191,9 @@ def test_a_module_that_asks_the_device_is_launched() -> None:
     budget = MemoryBudget(2**30)
     asked: list[int] = []
     compute, _ = stage_of(1, budget=None)
+    compute._budget, compute._may_capture = budget, True
     compute._module.blocks[0].register_forward_pre_hook(lambda module, args: asked.append(int((args[0] > 0).sum())))  # type: ignore[union-attr,index]
-    compute.warm_up(versions[0], budget, num_samples=SAMPLES, sequence_length=T)
+    forward(compute, versions[0], 0)
     assert (compute._captured, budget.used_bytes) == (None, 0)
     gc.collect()
     for seed in range(3):

@@ -224,7 +224,7 @@ class StagePeer:
         await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
         self._take_up(compute, before)
         await tasks.close()
-        before.compute.let_go()
+        await self._threads.compute.run(before.compute.let_go, Priority.CONTROL)
         await self._threads.compute.run(self._warm_up, Priority.CONTROL)
         self._start_loops()
         for callback in self.on_move:

@@ -18,7 +18,7 @@ import torch
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
-from swarm.stage.graphs import CapturedStage, Lease
+from swarm.stage.graphs import CapturedStage, Lease, asks_the_device
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
     Compilable,
@@ -163,9 +163,11 @@ class StageCompute:
                 child.register_forward_pre_hook(self._seed_dropout(name))
                 draws = True
         #: CUDA graphs may be used and were not tried: the first micro-batch that is trained on shows whether they pay.
+        #: What is compiled is not captured: with torch 2.11 it did not work.
         self._may_capture = (
-            budget is not None and not draws and isinstance(self._module, Compilable) and torch.device(device).type == "cuda"
-        )
+            budget is not None and not draws and isinstance(self._module, Compilable) and not self._compiled
+            and torch.device(device).type == "cuda"
+        )  # fmt: skip
 
     def initial_masters(self) -> torch.Tensor:
         """The initial values, flat [N]; handed out once, then made again, since they are hardly ever needed.
@@ -256,9 +258,11 @@ class StageCompute:
 
         try:
             launched = min(seconds() for _ in range(4))
+            if asks_the_device(lambda: self._train_on(version, inputs, labels)):
+                raise RuntimeError("its model asks the device for values")
             self._captured = CapturedStage(call, version, inputs, labels, self._budget, self.graph_bytes_like(inputs))
             captured = min(seconds() for _ in range(4))
-        except RuntimeError as error:
+        except Exception as error:  # a model's code may object to anything
             logger.info("stage %d has no CUDA graphs: %s", self.stage, str(error).partition("\n")[0])
         else:
             pays = captured <= _GRAPHS_PAY * launched
@@ -273,7 +277,7 @@ class StageCompute:
 
     def let_go(self) -> None:
         """Give up what CUDA graphs took of the budget; micro-batches under way keep theirs."""
-        captured, self._captured = self._captured, None
+        captured, self._captured, self._may_capture = self._captured, None, False
         if captured is not None:
             captured.close()
 
@@ -312,8 +316,8 @@ class StageCompute:
             if self._may_capture and version.parameters:
                 self._may_capture = False
                 self._try_graphs(version, inputs, labels)
-            captured = self._captured  # which another thread may let go
-            activation.lease = captured.forward(version, inputs, labels) if captured is not None else None
+            if self._captured is not None:
+                activation.lease = self._captured.forward(version, inputs, labels)
         if activation.lease is not None:
             activation.outputs = activation.lease.outputs
         else:
@@ -348,8 +352,7 @@ class StageCompute:
 
     def graph_bytes_like(self, inputs: Tensors) -> int:
         """Bytes that a graph for inputs of these shapes would take, as one did before; 0 if none was built yet."""
-        captured = self._captured
-        if captured is not None and captured.has_room(inputs):
+        if self._captured is not None and self._captured.has_room(inputs):
             return 0
         signature = tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items())
         return self._graph_bytes.get(signature, 0)
@@ -361,6 +364,9 @@ class StageCompute:
             activation: from `forward`; its outputs are let go.
             output_gradients: by output name, or None at the last stage (the loss sum's gradient is the version's loss
                 scale: all gradients of the micro-batch are multiplied with it).
+
+        Raises:
+            RuntimeError: one is missing, or has a wrong shape.
         """
         if not activation.version.parameters and not any(t.requires_grad for t in activation.inputs.values()):
             activation.outputs = None  # nothing is trained here or before: nobody wants a gradient
@@ -379,7 +385,9 @@ class StageCompute:
             scale = activation.version.record.loss_scale
             heads, seeds = [outputs["loss_sum"]], [torch.full_like(outputs["loss_sum"], scale)]
         else:
-            names = [n for n, t in outputs.items() if t.requires_grad and n in output_gradients]
+            names = [n for n, t in outputs.items() if t.requires_grad]
+            if missing := [n for n in names if n not in output_gradients]:
+                raise RuntimeError(f"no gradient of {', '.join(missing)} came")
             heads = [outputs[n] for n in names]
             seeds = [output_gradients[n].to(outputs[n].dtype) for n in names]
         inputs = {n: t for n, t in activation.inputs.items() if t.requires_grad}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class CapturedStage:
             self._call_bytes = max(graph_bytes, first.num_bytes)
             if not self._reserve(self._call_bytes - graph_bytes):
                 raise RuntimeError("the memory for micro-batches is small")
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
         self.free.append(first)
@@ -88,11 +89,12 @@ class CapturedStage:
         call = self._free_call()
         if call is None:
             return None
+        lease = Lease(self, call, version)
         self.hold(version)
         _fill(call.inputs, inputs)
         _fill(call.labels, labels)
         call.forward.replay()
-        return Lease(self, call, version)
+        return lease
 
     def hold(self, version: Version) -> None:
         """What is started next computes with `version`."""
@@ -103,14 +105,17 @@ class CapturedStage:
 
     def close(self) -> None:
         """Give the budget back what this has of it; micro-batches under way can still end."""
-        self._budget.release(self._reserved_bytes)
-        self._reserved_bytes = 0
+        self._release(self._reserved_bytes)
 
     def _reserve(self, num_bytes: int) -> bool:
         if self._reserved_bytes + num_bytes > self._most_bytes or not self._budget.reserve(num_bytes):
             return False
         self._reserved_bytes += num_bytes
         return True
+
+    def _release(self, num_bytes: int) -> None:
+        self._reserved_bytes -= num_bytes
+        self._budget.release(num_bytes)
 
     def _free_call(self) -> _CapturedCall | None:
         if self.free:
@@ -122,6 +127,7 @@ class CapturedStage:
         except RuntimeError as error:
             logger.info("no CUDA graphs for one more micro-batch at once: %s", str(error).partition("\n")[0])
             self._is_full = True
+            self._release(self._call_bytes)
             return None
 
 
@@ -142,7 +148,10 @@ class Lease:
         """Start the backward.
 
         Args:
-            seeds: gradients of outputs, by name; none is as good as zeros.
+            seeds: gradients of all outputs that have one, by name.
+
+        Raises:
+            RuntimeError: one is missing or has a wrong shape, as torch says without graphs.
 
         Returns:
             Gradients of the inputs, by name, and of the parameters, whose memory the next backward writes to.
@@ -150,10 +159,10 @@ class Lease:
         stage, call = self._stage, self._call
         stage.hold(self._version)
         for name, place in call.seeds.items():
-            if name in seeds:
-                place.copy_(seeds[name])
-            else:
-                place.zero_()
+            if name not in seeds or seeds[name].shape != place.shape:
+                found = tuple(seeds[name].shape) if name in seeds else "none"
+                raise RuntimeError(f"gradient of {name}: {tuple(place.shape)} is wanted, {found} came")
+        _fill(call.seeds, seeds)
         call.backward.replay()
         parameters = [g if name in call.reached else None for name, g in stage.gradients.items()]
         return {name: g.clone() for name, g in stage.input_gradients.items()}, parameters
@@ -173,7 +182,7 @@ class _CapturedCall:
         # for its backward, and what it keeps is free for torch once the backward is captured.
         torch.cuda.empty_cache()
         before_bytes = torch.cuda.memory_reserved()
-        with _recording(self.forward, stage.stream, None):
+        with _recording(self.forward, stage.stream, torch.cuda.graph_pool_handle()):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
         self.num_bytes = torch.cuda.memory_reserved() - before_bytes
         self.outputs = {name: t.detach() for name, t in outputs.items()}
@@ -203,9 +212,28 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
     try:
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield
+    except BaseException:
+        # Before torch 2.13 a recording that CUDA ended leaves the allocator recording, and then it frees no memory that two
+        # streams have used (pytorch#180395); in later versions this has nothing to do.
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
     finally:
         if is_collecting:
             gc.enable()
+
+
+def asks_the_device(compute: Callable[[], object]) -> bool:
+    """Whether `compute` waits for a value from the device, which a recording does not survive, nor torch's allocator."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            compute()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return any("synchronizing CUDA operation" in str(warning.message) for warning in said)
 
 
 def _shapes(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:

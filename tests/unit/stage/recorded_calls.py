@@ -72,5 +72,5 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
     patch.setattr(graphs, "_CapturedCall", RecordedCall)
     patch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
-    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
+    for name in ("graph_pool_handle", "synchronize", "empty_cache", "get_sync_debug_mode", "set_sync_debug_mode"):
         patch.setattr(torch.cuda, name, lambda *_: None)

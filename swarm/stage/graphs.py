@@ -55,26 +55,29 @@ class CapturedStage:
         self._reserved_bytes = 0
         if not self._reserve(2 * sum(t.nbytes for t in version.parameters.values()) + graph_bytes):
             raise RuntimeError("the memory for micro-batches is small")
+        self.free: list[_CapturedCall] = []
+        self._is_full = False
+        try:
+            self._capture_first(version, inputs, labels or {}, graph_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _capture_first(self, version: Version, inputs: Tensors, labels: Tensors, graph_bytes: int) -> None:
         self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
         #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
         self._holds = weakref.ref(version)
-        self.inputs, self.labels = _blank(inputs), _blank(labels or {})
+        self.inputs, self.labels = _blank(inputs), _blank(labels)
         self.gradients = _blank(self.parameters)
         self.input_gradients = _blank({name: t for name, t in inputs.items() if t.is_floating_point()})
         #: Memory of all backwards: nothing of it outlives one of them.
         self.scratch = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
-        self.free: list[_CapturedCall] = []
-        self._is_full = False
-        try:
-            first = _CapturedCall(self)
-            #: What each call takes: with what its forward throws away, which torch cannot use for anything else.
-            self._call_bytes = max(graph_bytes, first.num_bytes)
-            if not self._reserve(self._call_bytes - graph_bytes):
-                raise RuntimeError("the memory for micro-batches is small")
-        except BaseException:
-            self.close()
-            raise
+        first = _CapturedCall(self)
+        #: What each call takes: with what its forward throws away, which torch cannot use for anything else.
+        self._call_bytes = max(graph_bytes, first.num_bytes)
+        if not self._reserve(self._call_bytes - graph_bytes):
+            raise RuntimeError("the memory for micro-batches is small")
         self.free.append(first)
 
     def has_room(self, inputs: Tensors) -> bool:
@@ -124,7 +127,7 @@ class CapturedStage:
             return None
         try:
             return _CapturedCall(self)
-        except RuntimeError as error:
+        except Exception as error:  # a model's code may object to anything
             logger.info("no CUDA graphs for one more micro-batch at once: %s", str(error).partition("\n")[0])
             self._is_full = True
             self._release(self._call_bytes)
@@ -207,14 +210,15 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
 
     Python's collector waits: to free another graph, or a kernel that was compiled, ends a recording in its thread.
     """
-    is_collecting = gc.isenabled()
+    is_collecting, before = gc.isenabled(), torch.cuda.current_stream()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield
     except BaseException:
-        # Before torch 2.13 a recording that CUDA ended leaves the allocator recording, and then it frees no memory that two
-        # streams have used (pytorch#180395); in later versions this has nothing to do.
+        # A recording that CUDA ended leaves this thread on its stream, and before torch 2.13 the allocator recording: then
+        # it frees no memory that two streams have used (pytorch#180395). In later versions that has nothing to do.
+        torch.cuda.set_stream(before)
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise

@@ -138,6 +138,17 @@ def test_a_later_call_that_cannot_be_captured_leaves_the_budget_as_it_was(monkey
     assert forward(compute, versions[0], 3).lease is not None
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the stand-in can be told to fail")
+def test_memory_that_is_short_before_the_first_capture_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", fail)
+    budget = MemoryBudget(2**30)
+    compute, _ = stage_of(1, budget=budget)
+    assert (compute._captured, budget.used_bytes) == (None, 0)
+
+
 def test_an_error_of_the_first_capture_leaves_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(stage: object) -> None:
         raise ValueError("only when captured")
@@ -213,6 +224,28 @@ def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
     budget = MemoryBudget(2**30)
     compute, _ = stage_of(1, budget=budget)
     assert (compute._captured, budget.used_bytes) == (None, 0)
+
+
+@NEEDS_CUDA
+def test_a_capture_that_cuda_ends_leaves_stream_and_allocator_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_module, "asks_the_device", lambda call: False)
+    budget = MemoryBudget(2**30)
+    compute, versions = stage_of(1, budget=None)
+    compute._budget, compute._may_capture = budget, True
+    compute._module.blocks[0].register_forward_pre_hook(lambda module, args: int((args[0] > 0).sum()) and None)  # type: ignore[union-attr,index]
+    forward(compute, versions[0], 0)
+    assert (compute._captured, budget.used_bytes) == (None, 0)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    other = torch.cuda.Stream()
+
+    def used_by_two_streams() -> int:
+        for _ in range(64):
+            torch.empty(2**20, device=DEVICE).record_stream(other)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_reserved()
+
+    before = used_by_two_streams()
+    assert [used_by_two_streams() for _ in range(8)][-1] <= before, "such memory is used again"
 
 
 @NEEDS_CUDA

@@ -40,6 +40,23 @@ def storage(clock: Clock, **limits: int) -> tuple[RecordStorage, Counter[str]]:
     return RecordStorage(now=clock, verifier=VERIFIER, limits=StorageLimits(**limits), counters=counters), counters
 
 
+
+def test_a_record_that_expires_while_it_is_asked_for_is_none():
+    """Each look at the clock is later than the one before, as it is outside tests."""
+
+    class Running(Clock):
+        def __call__(self) -> float:
+            self.now += 1.0
+            return self.now
+
+    clock = Running()
+    store, _ = storage(clock)
+    store.put("a", signed(ttl_s=10.0), 10.0)
+    while found := store.get("a", ()):
+        assert [held.record.peer for held in found] == [WRITERS[0].peer_id]
+    assert clock.now > 110.0 and store.num_records == 0
+
+
 @dataclass
 class _Row:
     key: str

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +16,7 @@ import torch
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
-from swarm.stage.graphs import CapturedStage, Lease, asks_the_device
+from swarm.stage.graphs import CapturedStage, Lease, captured_if_faster
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
     Compilable,
@@ -33,13 +31,8 @@ from swarm.stage.module import (
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
 
-logger = logging.getLogger(__name__)
-
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32}
-#: CUDA graphs are used where they take at most this part of the time. A GPU that is busy all the time gains nothing: there
-#: they would cost it another pass over the gradients.
-_GRAPHS_PAY = 0.9
 _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
 
 
@@ -242,38 +235,15 @@ class StageCompute:
         gradients = {n: torch.zeros_like(t) for n, t in outputs.items() if t.is_floating_point()}
         self.backward(activation, None if self.last else gradients)
 
-    def _try_graphs(self, version: Version, inputs: Tensors, labels: Tensors | None) -> None:
-        """Keep CUDA graphs for micro-batches like this one if they can be had and are faster."""
-        assert self._budget is not None
-
-        def seconds() -> float:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            self._train_on(version, inputs, labels)
-            torch.cuda.synchronize()
-            return time.perf_counter() - began
-
+    def _capture(self, version: Version, inputs: Tensors, labels: Tensors | None) -> CapturedStage | None:
         def call(parameters: Tensors, inputs: Tensors, labels: Tensors | None) -> Tensors:
             return self._call(parameters, Ticket(0, 0), inputs, labels, train=True)
 
-        try:
-            launched = min(seconds() for _ in range(4))
-            if asks_the_device(lambda: self._train_on(version, inputs, labels)):
-                raise RuntimeError("its model asks the device for values")
-            self._captured = CapturedStage(call, version, inputs, labels, self._budget, self.graph_bytes_like(inputs))
-            captured = min(seconds() for _ in range(4))
-        except Exception as error:  # a model's code may object to anything
-            logger.info("stage %d has no CUDA graphs: %s", self.stage, str(error).partition("\n")[0])
-        else:
-            pays = captured <= _GRAPHS_PAY * launched
-            logger.info(
-                "stage %d takes %.1f ms for a micro-batch, by CUDA graphs %.1f ms: they are %s", self.stage, 1e3 * launched,
-                1e3 * captured, "used" if pays else "not used",
-            )  # fmt: skip
-            if pays:
-                return
-        self.let_go()
-        torch.cuda.empty_cache()
+        assert self._budget is not None
+        return captured_if_faster(
+            lambda: self._train_on(version, inputs, labels), call, version, inputs, labels, self._budget,
+            lambda: self.graph_bytes_like(inputs),
+        )  # fmt: skip
 
     def let_go(self) -> None:
         """Give up what CUDA graphs took of the budget; micro-batches under way keep theirs."""
@@ -315,7 +285,7 @@ class StageCompute:
         if keep_graph:
             if self._may_capture and version.parameters:
                 self._may_capture = False
-                self._try_graphs(version, inputs, labels)
+                self._captured = self._capture(version, inputs, labels)
             if self._captured is not None:
                 activation.lease = self._captured.forward(version, inputs, labels)
         if activation.lease is not None:

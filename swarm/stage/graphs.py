@@ -1,5 +1,6 @@
 """A stage's forward and backward as CUDA graphs: one launch each, where starting their kernels takes longer than running
-them. Owns captured memory and which micro-batch uses it; must not know jobs, tickets or messages.
+them. Owns the trial of which is faster, captured memory and which micro-batch uses it; must not know jobs, tickets or
+messages.
 
 Captured kernels read and write fixed places. So a captured call, a forward and its backward, holds one micro-batch at a
 time, and as many are captured as are under way at once. What they share is used by one after the other, in the order of
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +32,60 @@ Call = Callable[[Tensors, Tensors, Tensors | None], Tensors]
 #: Part of the memory for in-flight micro-batches that may be captured: it stays so while nobody uses it, and requests, and
 #: micro-batches of other shapes, need some.
 _LARGEST_PART = 0.5
+#: Graphs are used where they take at most this part of the time. A GPU that is busy all the time gains nothing: there they
+#: would cost it another pass over the gradients.
+_PAY = 0.9
+
+
+def captured_if_faster(
+    launch: Callable[[], object], call: Call, version: Version, inputs: Tensors, labels: Tensors | None, budget: MemoryBudget,
+    graph_bytes: Callable[[], int],
+) -> CapturedStage | None:
+    """The stage captured for micro-batches like this one; None if it cannot be or takes as long. Takes a few of their time.
+
+    Args:
+        launch: the same forward and backward without graphs.
+        graph_bytes: once that was done.
+
+    The others as for `CapturedStage`.
+    """
+
+    def seconds(compute: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        compute()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    captured = None
+
+    def replay() -> None:
+        lease = captured.forward(version, inputs, labels) if captured is not None else None
+        if lease is None:
+            raise RuntimeError("there is no memory for one micro-batch")
+        lease.backward({name: torch.zeros_like(t) for name, t in lease.outputs.items()})
+
+    try:
+        launched_s = min(seconds(launch) for _ in range(4))
+        if asks_the_device(launch):
+            raise RuntimeError("its model asks the device for values")
+        captured = CapturedStage(call, version, inputs, labels, budget, graph_bytes())
+        captured_s = min(seconds(replay) for _ in range(4))
+    except Exception as error:  # a model's code may object to anything
+        logger.info("no CUDA graphs: %s", str(error).partition("\n")[0])
+    else:
+        pays = captured_s <= _PAY * launched_s
+        logger.info(
+            "a micro-batch takes %.1f ms, by CUDA graphs %.1f ms: they are %s", 1e3 * launched_s, 1e3 * captured_s,
+            "used" if pays else "not used",
+        )  # fmt: skip
+        if pays:
+            return captured
+    if captured is not None:
+        captured.close()
+    captured = None
+    torch.cuda.empty_cache()
+    return None
 
 
 class CapturedStage:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.stage import compute as compute_module
 from swarm.stage import graphs
 from swarm.stage.compute import StageCompute
 from swarm.stage.module import Tensors
@@ -69,7 +68,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         self._may_capture = self._budget is not None
 
     patch.setattr(StageCompute, "__init__", make)
-    patch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
+    patch.setattr(graphs, "_PAY", float("inf"))
     patch.setattr(graphs, "_CapturedCall", RecordedCall)
     patch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
     for name in ("graph_pool_handle", "synchronize", "empty_cache", "get_sync_debug_mode", "set_sync_debug_mode"):

@@ -13,7 +13,6 @@ import torch
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT, Ticket
-from swarm.stage import compute as compute_module
 from swarm.stage import graphs
 from swarm.stage.compute import Activation, Gradients, StageCompute
 from swarm.stage.module import Tensors
@@ -34,7 +33,7 @@ RECORD = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, 
 def _pays_always(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         install(monkeypatch)
-    monkeypatch.setattr(compute_module, "_GRAPHS_PAY", float("inf"))
+    monkeypatch.setattr(graphs, "_PAY", float("inf"))
 
 
 def config_of(**changes: object) -> RunConfig:
@@ -220,7 +219,7 @@ def test_what_is_captured_counts_in_the_budget_until_it_is_let_go_and_never_take
 
 
 def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_module, "_GRAPHS_PAY", 0.0)
+    monkeypatch.setattr(graphs, "_PAY", 0.0)
     budget = MemoryBudget(2**30)
     compute, _ = stage_of(1, budget=budget)
     assert (compute._captured, budget.used_bytes) == (None, 0)
@@ -228,7 +227,7 @@ def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 @NEEDS_CUDA
 def test_a_capture_that_cuda_ends_leaves_stream_and_allocator_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute_module, "asks_the_device", lambda call: False)
+    monkeypatch.setattr(graphs, "asks_the_device", lambda call: False)
     budget = MemoryBudget(2**30)
     compute, versions = stage_of(1, budget=None)
     compute._budget, compute._may_capture = budget, True

@@ -19,7 +19,7 @@ from swarm.lifecycle.order import changed, fault_of
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
-from swarm.peer.lineage import Lineage, without_ready
+from swarm.peer.lineage import Lineage
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.listing import Listing
 from swarm.peer.rebalancing import Rebalancing
@@ -185,13 +185,9 @@ class Coordinator:
                 await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
                 continue
             ready_since = reign.now if ready_since is None else ready_since
-            reason = await self._lineage.obstacle(peers, waited_s=reign.now - ready_since)
-            if not reason:
-                record = await self._lineage.starting_record(peers, era=0)
-                bare = without_ready(record)
-                if not bare:
-                    break
-                reason = f"a peer of stages {bare} that has the initial weights (--model) or an intact checkpoint"
+            record, reason = await self._lineage.starting_record(peers, era=0, waited_s=reign.now - ready_since)
+            if record is not None:
+                break
             if reign.waiting_for != reason:
                 logger.warning("waiting for %s", reason)
             reign.waiting_for = reason

@@ -21,11 +21,6 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 
-def without_ready(record: m.CommitRecord) -> list[int]:
-    """Stages of which no member holds the record's head: the run cannot go on from it."""
-    return [stage for stage, members in enumerate(record.members) if not any(x.ready for x in members)]
-
-
 @dataclass(frozen=True)
 class _Held:
     """What peers could go on from."""
@@ -34,8 +29,16 @@ class _Held:
     records: dict[str, m.CommitRecord]
     #: For each stage, what each peer holds.
     stages: list[dict[Key, list[Holding]]]
-    #: Those that cannot make the initial values.
-    uninitialised: set[Key]
+    #: Those that can make the initial values.
+    initialised: set[Key]
+    #: Stages of which some peer has a checkpoint that is damaged.
+    damaged: list[int]
+    #: Those that do not say what they hold.
+    silent: list[Key]
+
+
+def _has(head: str, holdings: list[Holding]) -> bool:
+    return any(holding.head == head for holding in holdings)
 
 
 class Lineage:
@@ -44,78 +47,90 @@ class Lineage:
     def __init__(self, reign: Reign) -> None:
         self._reign = reign
 
-    async def starting_record(self, peers: list[list[m.Member]], *, era: int) -> m.CommitRecord:
+    async def starting_record(
+        self, peers: list[list[m.Member]], *, era: int, waited_s: float
+    ) -> tuple[m.CommitRecord | None, str]:
         """The record to go on from: the newest head that the peers hold complete, else the initial values.
 
         Args:
             peers: of each stage, all of whom become members; those that do not hold the head are not ready.
             era: the lowest that the record may have.
+            waited_s: how long the run has waited for others than `peers`.
+
+        Returns:
+            The record and "", or None and what the run has to wait for.
         """
         held = await self._held(peers)
         stages = held.stages
         best, reason = newest_complete(stages)
+        if obstacle := self._obstacle(peers, held, best, waited_s):
+            return None, obstacle
+        ready = held.initialised if best is None else {key for xs in stages for key, h in xs.items() if _has(best.head, h)}
+        members = tuple(
+            tuple(sorted((x.model_copy(update={"ready": x.key in ready}) for x in xs), key=lambda x: not x.ready))
+            for xs in peers
+        )
         if best is None:
             if held.records:
                 logger.error("beginning again from the initial values: %s", reason)
-            members = tuple(
-                tuple(sorted(
-                    (x.model_copy(update={"ready": x.key not in held.uninitialised}) for x in xs), key=lambda x: not x.ready
-                ))
-                for xs in peers
-            )  # fmt: skip
             genesis = genesis_record(self._reign.config, self._reign.context.run, self._reign.ballot, members)
-            return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members)
+            return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members), ""
         known = [*held.records.values(), *([] if self._reign.record is None else [self._reign.record])]
         newest = max(known, key=lambda r: (r.era, r.step))
         if newest.head == best.head:
             logger.info("going on: %s", reason)
         else:
             logger.warning("going on from an earlier head than that of step %d: %s", newest.step + 1, reason)
-        members = tuple(
-            tuple(sorted(
-                (x.model_copy(update={"ready": best.head in {h.head for h in stages[k][x.key]}}) for x in xs),
-                key=lambda x: not x.ready,
-            ))
-            for k, xs in enumerate(peers)
-        )  # fmt: skip
         record = held.records[best.head]
         if is_checkpoint_due(self._reign.config, record):
             record = record.model_copy(update={"saved": record.step + 1})
-        return restoring_record(record, era=max(era, best.era + 1), ballot=self._reign.ballot, members=members)
+        return restoring_record(record, era=max(era, best.era + 1), ballot=self._reign.ballot, members=members), ""
 
     async def _held(self, peers: list[list[m.Member]]) -> _Held:
-        records: dict[str, m.CommitRecord] = {}
-        stages: list[dict[Key, list[Holding]]] = []
-        uninitialised: set[Key] = set()
+        held = _Held({}, [], set(), [], [])
         for stage, candidates in enumerate(peers):
             answers = await together(*(self._holdings(stage, member) for member in candidates))
-            stages.append({})
-            for member, (found, initial) in zip(candidates, answers, strict=True):
-                records |= {r.head: r for r in found}
-                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in found]
-                if not initial:
-                    uninitialised.add(member.key)
-        return _Held(records, stages, uninitialised)
+            held.stages.append({})
+            for member, answer in zip(candidates, answers, strict=True):
+                if answer is None:
+                    held.silent.append(member.key)
+                    continue
+                held.records.update((r.head, r) for r in answer.records)
+                held.stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in answer.records]
+                if answer.initial:
+                    held.initialised.add(member.key)
+                if answer.damaged and stage not in held.damaged:
+                    held.damaged.append(stage)
+        return held
 
-    async def obstacle(self, peers: list[list[m.Member]], *, waited_s: float) -> str:
-        """Why the run should not go on with `peers`, for whom it has waited so long; "" if it may.
+    def _obstacle(self, peers: list[list[m.Member]], held: _Held, best: Holding | None, waited_s: float) -> str:
+        """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
 
-        Others may bring a newer head from their disks: for `stage_lost_s` if it can go on from an older one, else without end.
-        Nor does it begin again if records tell that every stage had a checkpoint of one step.
+        Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer head from their disks: for as
+        long if the run can go on from an older one, else without end. Nor does it begin again if records tell that every stage
+        had a checkpoint of one step, or while a damaged one lies somewhere: its operator may have a copy.
         """
-        held = await self._held(peers)
-        best, _ = newest_complete(held.stages)
+        if held.silent and waited_s <= self._reign.timing.stage_lost_s:
+            return f"peers {', '.join(key[0][:8] for key in held.silent)} to say what they hold"
         if best is not None and waited_s > self._reign.timing.stage_lost_s:
             return ""
         absent = self._absent_holders(held, best)
-        if absent or best is not None or not any(record.saved for record in held.records.values()):
+        if absent or best is not None:
             return absent
-        steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
-        has = "; ".join(f"stage {k}: {', '.join(map(str, xs)) or 'none'}" for k, xs in enumerate(steps))
-        return (
-            f"a checkpoint of one step in every stage ({has}): start a peer whose state directory has what is missing, or "
-            "all with empty ones to begin again"
-        )
+        if held.damaged:
+            return (
+                f"an intact checkpoint in stages {held.damaged} (the logs of their peers name those that are damaged): start a "
+                "peer that has one, or delete those that are damaged to begin again"
+            )
+        if any(record.saved for record in held.records.values()):
+            steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
+            has = "; ".join(f"stage {k}: {', '.join(map(str, xs)) or 'none'}" for k, xs in enumerate(steps))
+            return (
+                f"a checkpoint of one step in every stage ({has}): start a peer whose state directory has what is missing, or "
+                "all with empty ones to begin again"
+            )
+        bare = [k for k, members in enumerate(peers) if held.initialised.isdisjoint(x.key for x in members)]
+        return f"a peer of stages {bare} that has the initial weights (--model)" if bare else ""
 
     def _absent_holders(self, held: _Held, best: Holding | None) -> str:
         written = [r for r in held.records.values() if is_checkpoint_due(self._reign.config, r)]
@@ -135,14 +150,16 @@ class Lineage:
             return f"peers {names}: with them the run goes on at step {step}; to begin again start all with empty directories"
         return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"
 
-    async def _holdings(self, stage: int, member: m.Member) -> tuple[tuple[m.CommitRecord, ...], bool]:
-        """What it holds, and whether it can make the initial values; neither, if it does not say."""
+    async def _holdings(self, stage: int, member: m.Member) -> m.Held | None:
+        """What it holds, nothing if it refuses; None if it does not say."""
         try:
             request = m.Holdings(run=self._reign.context.run, stage=stage)
             held, _ = await self._reign.link.ask(member, request, m.Held)
-            return held.records, held.initial
-        except (LinkError, RemoteError):
-            return (), False
+            return held
+        except RemoteError:
+            return m.Held(member=member, initial=False)
+        except LinkError:
+            return None
 
     async def _live_peers(self) -> list[list[m.Member]]:
         """Announced peers of every stage that answer and serve it; one that has moved may still be announced elsewhere."""
@@ -171,13 +188,9 @@ class Lineage:
             if empty:
                 reason, since = f"a peer of stages {empty}: nobody serves them", reign.now
             else:
-                reason = await self.obstacle(peers, waited_s=reign.now - since)
-                if not reason:
-                    record = await self.starting_record(peers, era=reign.newest.era + 1)
-                    bare = without_ready(record)
-                    if not bare:
-                        break
-                    reason = f"a peer of stages {bare} that has the initial weights or an intact checkpoint"
+                record, reason = await self.starting_record(peers, era=reign.newest.era + 1, waited_s=reign.now - since)
+                if record is not None:
+                    break
             if reason != told:
                 logger.error("waiting for %s", reason)
             reign.waiting_for = told = reason

@@ -36,7 +36,7 @@ class RestorePoints:
         self._state_dir = state_dir
         self._on_checked = on_checked
         #: What is wrong with each checkpoint that was read to its end, if anything is, by directory and identity.
-        self._faults: dict[tuple[Path, tuple[int, int]], StorageError | None] = {}
+        self._faults: dict[tuple[Path, tuple[tuple[int, int], ...]], StorageError | None] = {}
         self._told: tuple[list[int], list[str]] | None = None
         member.restore = self.load
         link.register(m.Holdings, self._on_holdings)
@@ -52,9 +52,9 @@ class RestorePoints:
         for checkpoint in found:
             records.setdefault(checkpoint.record.head, checkpoint.record)
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
-        # A run whose checkpoints are all damaged is not begun anew before its operator has put them aside.
-        initial = member.compute.has_values and (bool(records) or not damaged)
-        return m.Held(member=member.me, records=tuple(newest_first[:16]), initial=initial)
+        return m.Held(
+            member=member.me, records=tuple(newest_first[:16]), initial=member.compute.has_values, damaged=bool(damaged)
+        )
 
     async def _checkpoints(self) -> tuple[list[StageCheckpoint], list[StorageError]]:
         """This stage's intact checkpoints of this run, newest first, and what is wrong with others."""

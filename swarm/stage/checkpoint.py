@@ -51,8 +51,8 @@ class StageCheckpoint:
     num_updates: int
     digests: dict[str, str]
     config_bytes: bytes
-    #: Tells its description from one that takes its place.
-    identity: tuple[int, int]
+    #: Tells its files from others that take their places.
+    identity: tuple[tuple[int, int], ...]
     #: Evaluation loss at it, of the one that is the best of its peer.
     best_loss: float | None = None
 
@@ -60,7 +60,7 @@ class StageCheckpoint:
     def is_there(self) -> bool:
         """It was neither pruned nor replaced since it was found."""
         try:
-            return _identity(self.directory / _DESCRIPTION) == self.identity
+            return _identity(self.directory) == self.identity
         except OSError:
             return False
 
@@ -135,14 +135,14 @@ class StageCheckpoint:
             raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
 
 
-def _identity(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_ino, stat.st_mtime_ns
+def _identity(directory: Path) -> tuple[tuple[int, int], ...]:
+    stats = [file.stat() for file in sorted(directory.iterdir())]
+    return tuple((stat.st_ino, stat.st_mtime_ns) for stat in stats)
 
 
 def _damaged(path: Path, what: object) -> StorageError:
     reason = " ".join(str(what).split())[:300]
-    return StorageError(f"{path} is damaged ({reason}): delete its directory, or name another")
+    return StorageError(f"{path} is damaged ({reason}): put an intact copy in its place, delete its directory, or name another")
 
 
 def write_checkpoint(
@@ -310,7 +310,7 @@ def scan(
                     num_updates=int(meta["num_updates"]),
                     digests=dict(meta["blake3"]),
                     config_bytes=meta["config"].encode(),
-                    identity=_identity(path),
+                    identity=_identity(path.parent),
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 
 import pytest
-from phases import finish_from
+from phases import finish_from, kind
 from simulation import Simulation, check
 from small_model import small_config
 
 from swarm.base.errors import StorageError
 from swarm.base.virtual_time import run_virtual
 from swarm.stage.checkpoint import write_checkpoint
+from swarm.wire import messages as m
 from swarm.wire.messages import MAX_SAVED
 
 
@@ -285,12 +287,18 @@ def cut_short(directory):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-async def resumed_where_it_ended(config, tmp_path, damage):
-    """A run that is over, what `damage` leaves of its checkpoints, and everyone again; nobody has finished yet."""
+async def resumed_where_it_ended(config, tmp_path, damage, *, keep=None):
+    """A run that is over, what `damage` leaves of its checkpoints, and everyone again; nobody has finished yet.
+
+    Args:
+        keep: takes a copy of the directories from before the damage.
+    """
     simulation = Simulation(config, seed=13, state_dir=tmp_path)
     await simulation.start(peers_per_stage=2, trainers=1)
     await simulation.finish()
     await simulation.abandon()
+    if keep is not None:
+        shutil.copytree(tmp_path, keep)
     for path in sorted(tmp_path.glob("*/checkpoints/stage-*/step-*")):
         if damage(path):
             cut_short(path)
@@ -331,19 +339,46 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
     assert resumed == [f"{how}: step {first} is the newest that every stage holds"]
 
 
-def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew(tmp_path):
-    config = small_config(total_steps=4, checkpoint_copies=2)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew(tmp_path, caplog, copies):
+    """Nor by a peer that never had one, which could begin again; it goes on once there is an intact copy."""
+    config = small_config(total_steps=4, checkpoint_copies=copies)
 
     async def main():
-        second = await resumed_where_it_ended(config, tmp_path, lambda path: path.parts[-2] == "stage-1")
+        second = await resumed_where_it_ended(config, tmp_path, lambda path: path.parts[-2] == "stage-1", keep=tmp_path / "kept")
         await asyncio.sleep(100.0)
         assert not second.commits
         waiting = second.nodes["backbone0"].peer.seat.coordinator.waiting_for
-        assert waiting.startswith("a peer of stages [1] that has the initial weights (--model) or an intact checkpoint")
+        assert waiting.startswith("an intact checkpoint in stages [1] (the logs of their peers name those that are damaged)")
         assert not second.nodes["trainer0"].peer.finished
+        for intact in (tmp_path / "kept").glob("*/checkpoints/stage-1/step-*"):
+            shutil.copytree(intact, tmp_path / intact.relative_to(tmp_path / "kept"), dirs_exist_ok=True)
+        await second.finish()
+        assert {record.step for record in second.commits.values()} == {3}
         await second.close()
 
     run_virtual(main())
+    assert "beginning again" not in caplog.text
+
+
+def test_a_run_does_not_begin_again_because_a_peer_is_slow_to_say_what_it_holds(tmp_path, caplog):
+    """Only one peer of stage 1 wrote the only checkpoint, and no record tells that all stages had theirs."""
+    caplog.set_level(logging.INFO)
+    config = small_config(total_steps=4, checkpoint_copies=1)
+
+    async def main():
+        second = await resumed_where_it_ended(config, tmp_path, lambda path: False)
+        [written] = tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")
+        second.lose_reply.append(kind(m.Holdings, target=second.nodes[written.parts[-5]]))
+        await asyncio.sleep(12.0)
+        assert not second.commits
+        second.lose_reply.clear()
+        await second.finish()
+        assert {record.step for record in second.commits.values()} == {3}
+        await second.close()
+
+    run_virtual(main())
+    assert " to say what they hold" in caplog.text
 
 
 def test_two_halves_of_a_partition_become_one_lineage():

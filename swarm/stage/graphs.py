@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 import warnings
 import weakref
@@ -284,16 +285,31 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
 
 
 def asks_the_device(compute: Callable[[], object]) -> bool:
-    """Whether `compute` waits for a value from the device, which a recording does not survive, nor torch's allocator."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    """Whether `compute` waits for a value from the device, which a recording does not survive, nor torch's allocator.
+
+    torch tells it as a warning in the thread that waits; other threads may wait meanwhile.
+    """
+    here, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    asked = False
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def listen(message: Warning | str, *args: Any, **options: Any) -> None:
+            nonlocal asked
+            if "synchronizing CUDA operation" not in str(message):
+                show(message, *args, **options)
+            elif threading.get_ident() == here:
+                asked = True
+
+        warnings.showwarning = listen
+        warnings.filterwarnings("always", ".*synchronizing CUDA operation")
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             compute()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return any("synchronizing CUDA operation" in str(warning.message) for warning in said)
+    return asked
 
 
 def _shapes(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -6,6 +6,8 @@ Without a GPU calls are recorded by a stand-in, which has the same fixed places.
 from __future__ import annotations
 
 import gc
+import threading
+import warnings
 
 import pytest
 import torch
@@ -262,6 +264,26 @@ def test_a_module_that_asks_the_device_is_launched() -> None:
         activation = forward(compute, versions[0], seed)
         require_like(backward(compute, activation, seed), backward(plain, forward(plain, versions[0], seed), seed))
     assert asked
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the warnings are torch's own there")
+@pytest.mark.parametrize("who", ["this thread", "another", "nobody"])
+def test_only_what_this_thread_asks_the_device_for_counts(who: str) -> None:
+    def asks() -> None:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=2)
+
+    def compute() -> None:
+        if who == "this thread":
+            asks()
+        elif who == "another":
+            other = threading.Thread(target=asks)
+            other.start()
+            other.join()
+        warnings.warn("something else", stacklevel=2)
+
+    with pytest.warns(UserWarning, match="something else") as said:
+        assert graphs.asks_the_device(compute) is (who == "this thread")
+    assert len(said) == 1
 
 
 @NEEDS_CUDA

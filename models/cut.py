@@ -72,7 +72,6 @@ class CausalLMStage(torch.nn.Module):
         self.is_last = span.stop == self.num_layers
         self.balancing = balancing_of(lm)
         self._entering_size = int(getattr(lm.config, "hidden_size", 0))
-        self._vocab_size = int(getattr(lm.config, "vocab_size", 1))
         self.reads_tokens = "input_ids" in inspect.signature(layers[span.start].forward).parameters
         for number in range(self.num_layers):
             if number not in span:
@@ -124,7 +123,7 @@ class CausalLMStage(torch.nn.Module):
         return [layers[number] for number in self.span]
 
     def example(self, num_samples: int, sequence_length: int) -> tuple[Tensors, Tensors | None]:
-        """Inputs and labels of the usual shapes; few tokens are the same, for adding up their gradients would take longer.
+        """Inputs and labels of the usual shapes.
 
         Raises:
             ConfigError: this family hands more than hidden states to the next stage.
@@ -133,7 +132,7 @@ class CausalLMStage(torch.nn.Module):
         more = anatomy.streams is not None or anatomy.shared is not None or any(anatomy.returns or ())
         if more or self.reads_tokens or self.balancing is not None:
             raise ConfigError("--compile: stages of this model hand on more than hidden states; it runs without --compile")
-        ids = (torch.arange(num_samples * sequence_length) % self._vocab_size).view(num_samples, sequence_length)
+        ids = torch.zeros(num_samples, sequence_length, dtype=torch.int64)
         hidden = torch.zeros(*ids.shape, self._entering_size)
         return {"input_ids": ids} if self.is_first else {HIDDEN: hidden}, {"labels": ids} if self.is_last else None
 

@@ -340,11 +340,9 @@ class RecordStorage(IStorage):
         return list(self._keys[key].held.values())
 
     def get(self, key: str, default: Any = None) -> Any:
-        # One look at the clock: a record may expire between two.
-        try:
-            return self[key]
-        except KeyError:
-            return default
+        self.expire()  # only once: a record may expire between two looks at the clock
+        records = self._keys.get(key)
+        return default if records is None else list(records.held.values())
 
     def iter_older_than(self, seconds_old: float) -> list[tuple[str, Held]]:
         """(key, record) of all that nobody stored here in the last `seconds_old` seconds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
@@ -21,6 +21,10 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 
+#: The peer has nothing for this run's stage; any other refusal says nothing of what it holds.
+_HOLDS_NOTHING = {"wrong_run", "wrong_stage"}
+
+
 @dataclass(frozen=True)
 class _Held:
     """What peers could go on from."""
@@ -31,14 +35,16 @@ class _Held:
     stages: list[dict[Key, list[Holding]]]
     #: Those that can make the initial values.
     initialised: set[Key]
-    #: Stages of which some peer has a checkpoint that is damaged.
-    damaged: list[int]
-    #: Those that do not say what they hold.
-    silent: list[Key]
+    #: Those that have a damaged checkpoint, in words.
+    damaged: list[str]
 
 
 def _has(head: str, holdings: list[Holding]) -> bool:
     return any(holding.head == head for holding in holdings)
+
+
+def _names(keys: Iterable[Key]) -> str:
+    return ", ".join(peer[:8] for peer, _ in keys)
 
 
 class Lineage:
@@ -46,6 +52,8 @@ class Lineage:
 
     def __init__(self, reign: Reign) -> None:
         self._reign = reign
+        #: Since when each peer that may hold something has not said what.
+        self._silent_since: dict[Key, float] = {}
 
     async def starting_record(
         self, peers: list[list[m.Member]], *, era: int, waited_s: float
@@ -55,7 +63,7 @@ class Lineage:
         Args:
             peers: of each stage, all of whom become members; those that do not hold the head are not ready.
             era: the lowest that the record may have.
-            waited_s: how long the run has waited for others than `peers`.
+            waited_s: how long there has been a peer of every stage, and others were waited for.
 
         Returns:
             The record and "", or None and what the run has to wait for.
@@ -70,6 +78,8 @@ class Lineage:
             tuple(sorted((x.model_copy(update={"ready": x.key in ready}) for x in xs), key=lambda x: not x.ready))
             for xs in peers
         )
+        if self._silent_since:
+            logger.error("peers %s do not say what they hold: going on without it", _names(self._silent_since))
         if best is None:
             if held.records:
                 logger.error("beginning again from the initial values: %s", reason)
@@ -87,21 +97,27 @@ class Lineage:
         return restoring_record(record, era=max(era, best.era + 1), ballot=self._reign.ballot, members=members), ""
 
     async def _held(self, peers: list[list[m.Member]]) -> _Held:
-        held = _Held({}, [], set(), [], [])
+        records: dict[str, m.CommitRecord] = {}
+        stages: list[dict[Key, list[Holding]]] = []
+        initialised: set[Key] = set()
+        damaged: list[str] = []
+        silent: list[Key] = []
         for stage, candidates in enumerate(peers):
             answers = await together(*(self._holdings(stage, member) for member in candidates))
-            held.stages.append({})
+            stages.append({})
             for member, answer in zip(candidates, answers, strict=True):
                 if answer is None:
-                    held.silent.append(member.key)
+                    if member.keeps_checkpoints or self._reign.record is not None:
+                        silent.append(member.key)
                     continue
-                held.records.update((r.head, r) for r in answer.records)
-                held.stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in answer.records]
+                records |= {r.head: r for r in answer.records}
+                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in answer.records]
                 if answer.initial:
-                    held.initialised.add(member.key)
-                if answer.damaged and stage not in held.damaged:
-                    held.damaged.append(stage)
-        return held
+                    initialised.add(member.key)
+                if answer.damaged:
+                    damaged.append(f"of stage {stage} at peer {member.peer[:8]}")
+        self._silent_since = {key: self._silent_since.get(key, self._reign.now) for key in silent}
+        return _Held(records, stages, initialised, damaged)
 
     def _obstacle(self, peers: list[list[m.Member]], held: _Held, best: Holding | None, waited_s: float) -> str:
         """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
@@ -110,17 +126,18 @@ class Lineage:
         long if the run can go on from an older one, else without end. Nor does it begin again if records tell that every stage
         had a checkpoint of one step, or while a damaged one lies somewhere: its operator may have a copy.
         """
-        if held.silent and waited_s <= self._reign.timing.stage_lost_s:
-            return f"peers {', '.join(key[0][:8] for key in held.silent)} to say what they hold"
-        if best is not None and waited_s > self._reign.timing.stage_lost_s:
+        grace_s, now = self._reign.timing.stage_lost_s, self._reign.now
+        if silent := [key for key, since in self._silent_since.items() if now - since <= grace_s]:
+            return f"peers {_names(silent)} to say what they hold"
+        if best is not None and waited_s > grace_s:
             return ""
         absent = self._absent_holders(held, best)
         if absent or best is not None:
             return absent
         if held.damaged:
             return (
-                f"an intact checkpoint in stages {held.damaged} (the logs of their peers name those that are damaged): start a "
-                "peer that has one, or delete those that are damaged to begin again"
+                f"intact checkpoints: damaged are those {', '.join(held.damaged)}, whose logs name the files; put an intact copy "
+                "in their place or start a peer that has one, or delete them to begin again"
             )
         if any(record.saved for record in held.records.values()):
             steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
@@ -151,14 +168,14 @@ class Lineage:
         return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"
 
     async def _holdings(self, stage: int, member: m.Member) -> m.Held | None:
-        """What it holds, nothing if it refuses; None if it does not say."""
+        """What it holds; None if it does not say."""
         try:
             request = m.Holdings(run=self._reign.context.run, stage=stage)
             held, _ = await self._reign.link.ask(member, request, m.Held)
             return held
-        except RemoteError:
-            return m.Held(member=member, initial=False)
-        except LinkError:
+        except RefusedBy as refused:
+            return m.Held(member=member, initial=False) if refused.code in _HOLDS_NOTHING else None
+        except (LinkError, RemoteError):
             return None
 
     async def _live_peers(self) -> list[list[m.Member]]:

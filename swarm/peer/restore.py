@@ -15,7 +15,7 @@ from swarm.lifecycle.record import genesis_head
 from swarm.net.transport import Progress
 from swarm.peer.link import Link
 from swarm.peer.stage_member import StageMember
-from swarm.stage.checkpoint import StageCheckpoint, scan
+from swarm.stage.checkpoint import FileIdentity, StageCheckpoint, scan
 from swarm.stage.executor import Priority
 from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
@@ -36,7 +36,7 @@ class RestorePoints:
         self._state_dir = state_dir
         self._on_checked = on_checked
         #: What is wrong with each checkpoint that was read to its end, if anything is, by directory and identity.
-        self._faults: dict[tuple[Path, tuple[tuple[int, int], ...]], StorageError | None] = {}
+        self._faults: dict[tuple[Path, FileIdentity], StorageError | None] = {}
         self._told: tuple[list[int], list[str]] | None = None
         member.restore = self.load
         link.register(m.Holdings, self._on_holdings)
@@ -48,23 +48,24 @@ class RestorePoints:
         records = {}
         if member.queued is None and member.versions.newest.num_commits > 0:
             records[member.versions.newest.head] = member.versions.newest.record
-        found, damaged = await self._checkpoints() if member.compute.has_frozen else ([], [])
+        found, damaged = await self._checkpoints() if member.compute.has_frozen else ([], False)
         for checkpoint in found:
             records.setdefault(checkpoint.record.head, checkpoint.record)
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
         return m.Held(
-            member=member.me, records=tuple(newest_first[:16]), initial=member.compute.has_values, damaged=bool(damaged)
-        )
+            member=member.me, records=tuple(newest_first[:16]), damaged=damaged,
+            initial=member.compute.has_values and not damaged,
+        )  # fmt: skip
 
-    async def _checkpoints(self) -> tuple[list[StageCheckpoint], list[StorageError]]:
-        """This stage's intact checkpoints of this run, newest first, and what is wrong with others."""
+    async def _checkpoints(self) -> tuple[list[StageCheckpoint], bool]:
+        """This stage's intact checkpoints of this run, newest first, and if there are others: damaged, or just being changed."""
         root, member = self._state_dir, self._member
         if root is None or not root.is_dir():
-            return [], []
+            return [], False
 
-        def job() -> tuple[list[StageCheckpoint], list[StorageError]]:
+        def job() -> tuple[list[StageCheckpoint], list[StorageError], bool]:
             damaged: list[StorageError] = []
-            intact, faults = [], {}
+            intact, faults, changing = [], {}, False
             for checkpoint in scan([root], stage=member.stage, damaged=damaged):
                 key = (checkpoint.directory, checkpoint.identity)
                 if checkpoint.record.run != member.context.run:
@@ -74,12 +75,14 @@ class RestorePoints:
                     faults[key] = fault
                     damaged += [] if fault is None else [fault]
                     intact += [checkpoint] if fault is None else []
+                elif checkpoint.directory.exists():
+                    changing = True
             self._faults = faults
-            return sorted(intact, key=lambda c: c.record.step, reverse=True), damaged
+            return sorted(intact, key=lambda c: c.record.step, reverse=True), damaged, changing
 
-        found, damaged = (await member.background.run(job, Priority.CONTROL)).value
+        found, damaged, changing = (await member.background.run(job, Priority.CONTROL)).value
         self._tell([checkpoint.record.step + 1 for checkpoint in found], damaged)
-        return found, damaged
+        return found, bool(damaged) or changing
 
     def _tell(self, steps: list[int], damaged: list[StorageError]) -> None:
         """Once, until it is something else."""

@@ -37,7 +37,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DESCRIPTION = "checkpoint.json"
+#: What is beside it, as safetensors; the last only with `delay_steps`.
+_PARTS = ("parameters", "optimizer", "previous")
 _BEST_FILE = "best.json"
+
+#: Tells files from others that take their places.
+FileIdentity = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -51,18 +56,15 @@ class StageCheckpoint:
     num_updates: int
     digests: dict[str, str]
     config_bytes: bytes
-    #: Tells its files from others that take their places.
-    identity: tuple[tuple[int, int], ...]
+    #: Of its files, from before its description was read.
+    identity: FileIdentity
     #: Evaluation loss at it, of the one that is the best of its peer.
     best_loss: float | None = None
 
     @property
     def is_there(self) -> bool:
         """It was neither pruned nor replaced since it was found."""
-        try:
-            return _identity(self.directory) == self.identity
-        except OSError:
-            return False
+        return _identity(self.directory) == self.identity
 
     def _load(self, name: str, tick: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
         path = self.directory / f"{name}.safetensors"
@@ -80,7 +82,7 @@ class StageCheckpoint:
         Raises:
             StorageError: as `parameters`.
         """
-        for name in ("parameters", "optimizer", *(["previous"] if self.previous is not None else [])):
+        for name in _PARTS if self.previous is not None else _PARTS[:2]:
             self._load(name, tick)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -135,9 +137,16 @@ class StageCheckpoint:
             raise StorageError(f"{self.directory}: does not fit this stage's parameters: {error}") from None
 
 
-def _identity(directory: Path) -> tuple[tuple[int, int], ...]:
-    stats = [file.stat() for file in sorted(directory.iterdir())]
-    return tuple((stat.st_ino, stat.st_mtime_ns) for stat in stats)
+def _identity(directory: Path) -> FileIdentity:
+    """Of all files of a checkpoint; a copy that keeps the time of its change is another one too."""
+    found = []
+    for name in (_DESCRIPTION, *(f"{part}.safetensors" for part in _PARTS)):
+        try:
+            stat = (directory / name).stat()
+            found.append((stat.st_ino, stat.st_size, stat.st_ctime_ns))
+        except OSError:
+            found.append((0, 0, 0))
+    return tuple(found)
 
 
 def _damaged(path: Path, what: object) -> StorageError:
@@ -292,6 +301,7 @@ def scan(
         if not root.is_dir():
             raise ConfigError(f"{root}: no such directory; name the state directory of a run or of its peers")
         for path in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}/step-*/{_DESCRIPTION}")):
+            identity = _identity(path.parent)
             try:
                 meta = json.loads(path.read_text())
                 if isinstance(meta, dict) and "blake3" not in meta and "digests" in meta:
@@ -310,9 +320,11 @@ def scan(
                     num_updates=int(meta["num_updates"]),
                     digests=dict(meta["blake3"]),
                     config_bytes=meta["config"].encode(),
-                    identity=_identity(path.parent),
+                    identity=identity,
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
+            except FileNotFoundError:
+                continue  # pruned since it was listed
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:
                 what = f"no description of a checkpoint: {_why(error)}"
                 reason = error if isinstance(error, StorageError) else _damaged(path, what)

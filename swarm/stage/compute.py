@@ -155,7 +155,7 @@ class StageCompute:
             if (isinstance(child, _DROPOUTS) and child.p > 0) or getattr(child, "draws_at_random", False):
                 child.register_forward_pre_hook(self._seed_dropout(name))
                 draws = True
-        #: CUDA graphs may be used and were not tried: the first micro-batch that is trained on shows whether they pay.
+        #: CUDA graphs may be used and were not tried.
         #: What is compiled is not captured: with torch 2.11 it did not work.
         self._may_capture = (
             budget is not None and not draws and isinstance(self._module, Compilable) and not self._compiled
@@ -235,15 +235,25 @@ class StageCompute:
         gradients = {n: torch.zeros_like(t) for n, t in outputs.items() if t.is_floating_point()}
         self.backward(activation, None if self.last else gradients)
 
-    def _capture(self, version: Version, inputs: Tensors, labels: Tensors | None) -> CapturedStage | None:
+    def try_graphs(self, version: Version, inputs: Tensors, labels: Tensors | None) -> bool:
+        """Use CUDA graphs from now on if micro-batches like this one are faster with them. It is tried once.
+
+        Returns:
+            Whether it was now, which takes the time of several micro-batches.
+        """
+        if not self._may_capture or not version.parameters:
+            return False
+        self._may_capture = False
+
         def call(parameters: Tensors, inputs: Tensors, labels: Tensors | None) -> Tensors:
             return self._call(parameters, Ticket(0, 0), inputs, labels, train=True)
 
         assert self._budget is not None
-        return captured_if_faster(
+        self._captured = captured_if_faster(
             lambda: self._train_on(version, inputs, labels), call, version, inputs, labels, self._budget,
             lambda: self.graph_bytes_like(inputs),
         )  # fmt: skip
+        return True
 
     def let_go(self) -> None:
         """Give up what CUDA graphs took of the budget; micro-batches under way keep theirs."""
@@ -282,12 +292,8 @@ class StageCompute:
         """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their graph."""
         inputs = {n: t.detach().requires_grad_(True) if t.is_floating_point() else t for n, t in inputs.items()}
         activation = Activation(ticket, version, inputs, labels, None)
-        if keep_graph:
-            if self._may_capture and version.parameters:
-                self._may_capture = False
-                self._captured = self._capture(version, inputs, labels)
-            if self._captured is not None:
-                activation.lease = self._captured.forward(version, inputs, labels)
+        if keep_graph and self._captured is not None:
+            activation.lease = self._captured.forward(version, inputs, labels)
         if activation.lease is not None:
             activation.outputs = activation.lease.outputs
         else:

@@ -133,7 +133,7 @@ class CapturedStage:
         first = _CapturedCall(self)
         #: What each call takes: with what its forward throws away, which torch cannot use for anything else.
         self._call_bytes = max(graph_bytes, first.num_bytes)
-        if not self._reserve(self._call_bytes - graph_bytes):
+        if not self._reserve(self._call_bytes - graph_bytes + first.scratch_bytes):
             raise RuntimeError("the memory for micro-batches is small")
         self.free.append(first)
 
@@ -240,11 +240,13 @@ class _CapturedCall:
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # In memory of its own, where nothing else is ever captured: what a forward throws away might be what another keeps
         # for its backward, and what it keeps is free for torch once the backward is captured.
+        gc.collect()
         torch.cuda.empty_cache()
         before_bytes = torch.cuda.memory_reserved()
         with _recording(self.forward, stage.stream, torch.cuda.graph_pool_handle()):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
-        self.num_bytes = torch.cuda.memory_reserved() - before_bytes
+        forward_bytes = torch.cuda.memory_reserved()
+        self.num_bytes = forward_bytes - before_bytes
         self.outputs = {name: t.detach() for name, t in outputs.items()}
         heads = {name: t for name, t in outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
@@ -257,6 +259,8 @@ class _CapturedCall:
             places = [*(stage.input_gradients[name] for name in leaves), *stage.gradients.values()]
             pairs = [(place, g) for place, g in zip(places, found, strict=True) if g is not None]
             torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
+        #: Of what all backwards share: the first takes it.
+        self.scratch_bytes = torch.cuda.memory_reserved() - forward_bytes
         #: Parameters that have a gradient.
         self.reached = {name for name, g in zip(stage.parameters, found[len(leaves) :], strict=True) if g is not None}
 
@@ -287,9 +291,10 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
 def asks_the_device(compute: Callable[[], object]) -> bool:
     """Whether `compute` waits for a value from the device, which a recording does not survive, nor torch's allocator.
 
-    torch tells it as a warning in the thread that waits; other threads may wait meanwhile.
+    torch tells it as a warning in the thread that waits: this one, or one of its own in which a backward runs Python code.
+    Other threads of this program may wait meanwhile.
     """
-    here, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    here, before = threading.current_thread(), torch.cuda.get_sync_debug_mode()
     asked = False
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -298,7 +303,7 @@ def asks_the_device(compute: Callable[[], object]) -> bool:
             nonlocal asked
             if "synchronizing CUDA operation" not in str(message):
                 show(message, *args, **options)
-            elif threading.get_ident() == here:
+            elif (thread := threading.current_thread()) is here or isinstance(thread, threading._DummyThread):
                 asked = True
 
         warnings.showwarning = listen

@@ -653,7 +653,7 @@ class Held(Message):
     records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=64)] = ()
     #: False where they lie in files that this peer does not have.
     initial: bool = True
-    #: It has a checkpoint on disk that is damaged.
+    #: It has a checkpoint on disk that is damaged, or that someone is changing.
     damaged: bool = False
 
 

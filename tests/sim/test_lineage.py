@@ -13,7 +13,8 @@ from small_model import small_config
 
 from swarm.base.errors import StorageError
 from swarm.base.virtual_time import run_virtual
-from swarm.stage.checkpoint import write_checkpoint
+from swarm.peer import restore
+from swarm.stage.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.wire import messages as m
 from swarm.wire.messages import MAX_SAVED
 
@@ -349,7 +350,7 @@ def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew
         await asyncio.sleep(100.0)
         assert not second.commits
         waiting = second.nodes["backbone0"].peer.seat.coordinator.waiting_for
-        assert waiting.startswith("an intact checkpoint in stages [1] (the logs of their peers name those that are damaged)")
+        assert waiting.startswith("intact checkpoints: damaged are those of stage 1 at peer ")
         assert not second.nodes["trainer0"].peer.finished
         for intact in (tmp_path / "kept").glob("*/checkpoints/stage-1/step-*"):
             shutil.copytree(intact, tmp_path / intact.relative_to(tmp_path / "kept"), dirs_exist_ok=True)
@@ -361,24 +362,83 @@ def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew
     assert "beginning again" not in caplog.text
 
 
-def test_a_run_does_not_begin_again_because_a_peer_is_slow_to_say_what_it_holds(tmp_path, caplog):
+@pytest.mark.parametrize("how", ["its replies are lost", "it fails"])
+@pytest.mark.parametrize("after_s", [12.0, 100.0])
+def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tmp_path, caplog, monkeypatch, how, after_s):
     """Only one peer of stage 1 wrote the only checkpoint, and no record tells that all stages had theirs."""
     caplog.set_level(logging.INFO)
     config = small_config(total_steps=4, checkpoint_copies=1)
+    scan = restore.scan
 
     async def main():
         second = await resumed_where_it_ended(config, tmp_path, lambda path: False)
         [written] = tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")
-        second.lose_reply.append(kind(m.Holdings, target=second.nodes[written.parts[-5]]))
-        await asyncio.sleep(12.0)
+        name = written.parts[-5]
+        if how == "it fails":
+            def scan_there(roots, **options):
+                if roots == [tmp_path / name]:
+                    raise MemoryError
+                return scan(roots, **options)
+
+            monkeypatch.setattr(restore, "scan", scan_there)
+        else:
+            second.lose_reply.append(kind(m.Holdings, target=second.nodes[name]))
+        await asyncio.sleep(after_s)
         assert not second.commits
         second.lose_reply.clear()
+        monkeypatch.undo()
         await second.finish()
         assert {record.step for record in second.commits.values()} == {3}
         await second.close()
 
     run_virtual(main())
     assert " to say what they hold" in caplog.text
+    assert "beginning again" not in caplog.text
+
+
+def test_a_new_run_begins_without_a_peer_that_does_not_say_what_it_holds(tmp_path, caplog):
+    config = small_config(total_steps=2, timing={"stage_lost_s": 20.0})
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        simulation.lose_reply.append(kind(m.Holdings, target=simulation.nodes["stage1.0"]))
+        await asyncio.sleep(15.0)
+        assert not simulation.commits
+        await simulation.finish()
+        await simulation.close()
+
+    run_virtual(main())
+    assert caplog.text.count("do not say what they hold: going on without it") == 1
+
+
+def test_a_run_does_not_begin_again_while_a_damaged_checkpoint_is_mended(tmp_path):
+    """A look that meets a file half-way finds it neither intact nor damaged."""
+    config = small_config(total_steps=4, checkpoint_copies=1)
+
+    async def main():
+        keep = tmp_path / "kept"
+        second = await resumed_where_it_ended(config, tmp_path, lambda path: path.parts[-2] == "stage-1", keep=keep)
+        [intact] = keep.glob("*/checkpoints/stage-1/step-*/parameters.safetensors")
+        damaged = tmp_path / intact.relative_to(keep)
+        whole = intact.read_bytes()
+        check = StageCheckpoint.check
+
+        def while_it_is_written(self, tick):
+            if self.stage == 1:
+                damaged.write_bytes(whole[:-1])
+            check(self, tick)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StageCheckpoint, "check", while_it_is_written)
+            await asyncio.sleep(20.0)
+            assert not second.commits
+        damaged.write_bytes(whole)
+        await second.finish()
+        assert {record.step for record in second.commits.values()} == {3}
+        await second.close()
+
+    run_virtual(main())
 
 
 def test_two_halves_of_a_partition_become_one_lineage():

@@ -13,6 +13,7 @@ from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import genesis_record
 from swarm.lifecycle.step import Entry
 from swarm.policy.schedule import learning_rate
+from swarm.stage.device import KnownNumbers
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.versions import Version, make_version
@@ -89,6 +90,25 @@ def test_only_the_fragment_whose_turn_it_is_moves() -> None:
     outer = torch.zeros(8)
     moved, state = nesterov(config, outer, torch.ones(8), at_rest(8), step=1, factor=1.0)
     assert moved.nonzero().flatten().tolist() == state.tensors["first"].nonzero().flatten().tolist() == [1, 4, 7]
+
+
+def test_a_copy_moves_alike_by_gradients_whose_memory_is_only_lent() -> None:
+    config, theta = config_of(), torch.randn(8)
+    plain, lent = (accumulator_of(own_of(config)) for _ in range(2))
+    place = torch.empty(8)
+    for accumulator in (plain, lent):
+        accumulator.version_for(outer_of(config, theta))
+    for index in range(4):
+        gradient = torch.randn(8)
+        add(plain, index, gradient)
+        lent.ledger.grant(index, lent.ledger.term)
+        place.copy_(gradient)
+        numbers = KnownNumbers(Entry(2, 0.0), is_finite=True)
+        assert lent.add_unseen(index, numbers, torch.ones(1, dtype=torch.int32), list(LAYOUT.views(place)), lent=True)
+    place.zero_()
+    for accumulator in (plain, lent):
+        accumulator.freeze(Term(n=1))
+    assert torch.equal(plain.contribution(), lent.contribution())
 
 
 def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.MonkeyPatch) -> None:

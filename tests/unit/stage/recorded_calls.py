@@ -22,10 +22,11 @@ class RecordedCall:
 
     #: Backwards of all calls so far.
     num_backwards = 0
+    #: What a call is said to take: more than its graph does without.
+    num_bytes, scratch_bytes = 2**20, 2**18
 
     def __init__(self, stage: graphs.CapturedStage) -> None:
         self._stage = stage
-        self.num_bytes = 0
         self.inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in graphs._blank(stage.inputs).items()}
         self.labels = graphs._blank(stage.labels)
         outputs = self._call()

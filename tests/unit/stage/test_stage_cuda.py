@@ -82,6 +82,23 @@ def test_an_overflow_that_shows_late_is_ledgered_and_not_added(device: str, bad:
     assert contribution.tolist() == [2.5] * 8
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_whose_memory_is_only_lent_are_added_at_once(device: str) -> None:
+    accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=device)
+    place = [torch.empty(shape, device=device) for shape in LAYOUT.shapes]
+    for index in range(3):
+        accumulator.ledger.grant(index, accumulator.ledger.term)
+        torch._foreach_zero_(place)
+        torch._foreach_add_(place, 2.0**index)
+        valid = survey(place, 2.0**60, device).is_valid
+        assert accumulator.add_unseen(index, Later(Entry(index, 0.5), True), valid, place, lent=True)
+    torch._foreach_zero_(place)
+    accumulator.freeze(Term(n=1))
+    contribution = accumulator.contribution()
+    assert contribution is not None
+    assert contribution.tolist() == [7.0] * 8
+
+
 def test_a_job_that_fails_halfway_forgets_what_was_unknown() -> None:
     accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device="cpu")
     added_unseen(accumulator, 0, 1.0, "cpu")

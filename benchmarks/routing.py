@@ -3,8 +3,8 @@
 One stage of four real peers whose compute threads are occupied for 1, 2, 4 and 8 times as long (`timed_model.py`; the cores
 stay idle), and a second stage that takes no time. The same swarm is used by one trainer after another: this product's
 interleaved weighted round robin; uniform random choice; and the same round robin with speeds that only successes update (what
-failed neither counts as slow nor is left alone). Then, for each, the fastest peer is stopped (SIGSTOP): it is recovered when,
-after the two seconds with the least throughput, the others' speed is reached again to nine tenths for two seconds.
+failed neither counts as slow nor is left alone). Then, for each, the fastest peer is stopped (SIGSTOP): it is recovered when
+no two seconds have less than nine tenths of the others' speed any more; 0 if none had.
 """
 
 from __future__ import annotations
@@ -227,15 +227,17 @@ async def observe(name: str, meter: Meter, fast: Any, options: argparse.Namespac
     rest = fastest * sum(SPEEDS[1:])
     windows = [(at, rate_after(meter.samples, at)) for at, _ in meter.samples if at >= stopped_at]
     rates = [(at, rate) for at, rate in windows if rate is not None]
-    lowest = min(range(len(rates)), key=lambda i: rates[i][1])
-    recovered_at = next((at for at, rate in rates[lowest:] if rate >= RECOVERED * rest), None)
-    during = statistics.mean(rate for _, rate in rates)
+    below = [at for at, rate in rates if rate < RECOVERED * rest]
+    recovered = f"{below[-1] + WINDOW_S - stopped_at:.1f}" if below else "0"
+    if below and below[-1] > rates[-1][0] - WINDOW_S:
+        recovered = f"not in {options.stopped:g}"
     await meter.watch(options.learn)
     return {
         "scheduler": name, "micro-batches/s": sum(done) / elapsed, "of the sum": sum(done) / elapsed / fastest / sum(SPEEDS),
         "share of each peer": " ".join(f"{x / sum(done):.2f}" for x in done), "cores busy": cores,
-        "hang: recovered after s": f"{recovered_at - stopped_at:.1f}" if recovered_at else f"not in {options.stopped:g}",
-        "hang: of the others' sum meanwhile": during / rest,
+        "hang: recovered after s": recovered,
+        "hang: of the others' sum meanwhile": statistics.mean(rate for _, rate in rates) / rest,
+        "hang: in the worst 2 s": min(rate for _, rate in rates) / rest,
     }  # fmt: skip
 
 

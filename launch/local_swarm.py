@@ -245,8 +245,8 @@ class LocalSwarm:
         held = self._kept.held(self._stages_of_live_processes())
         if self._kept.is_lost(held, begins=begins):
             self._ended.put_nowait(SwarmError(
-                f"no checkpoint in {state_dir} is intact in every stage ({held_text(held)}): delete that directory to begin "
-                "again from the initial values, or name another --state-dir"
+                f"no checkpoint of these processes in {state_dir} is intact in every stage ({held_text(held)}): put intact "
+                "copies in the places of those that are damaged, or name another --state-dir to begin again"
             ))
         elif begins and any(held.values()) and not frozenset.intersection(*held.values()):
             self._view.event(

@@ -31,6 +31,8 @@ class _Held:
 
     #: By head.
     records: dict[str, m.CommitRecord]
+    #: Those, and others that are known though nobody holds them (`milestone.py`).
+    known: dict[str, m.CommitRecord]
     #: For each stage, what each peer holds.
     stages: list[dict[Key, list[Holding]]]
     #: Those that can make the initial values.
@@ -81,11 +83,11 @@ class Lineage:
         if self._silent_since:
             logger.error("peers %s do not say what they hold: going on without it", _names(self._silent_since))
         if best is None:
-            if held.records:
+            if held.known:
                 logger.error("beginning again from the initial values: %s", reason)
             genesis = genesis_record(self._reign.config, self._reign.context.run, self._reign.ballot, members)
             return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members), ""
-        known = [*held.records.values(), *([] if self._reign.record is None else [self._reign.record])]
+        known = [*held.known.values(), *([] if self._reign.record is None else [self._reign.record])]
         newest = max(known, key=lambda r: (r.era, r.step))
         if newest.head == best.head:
             logger.info("going on: %s", reason)
@@ -98,6 +100,7 @@ class Lineage:
 
     async def _held(self, peers: list[list[m.Member]]) -> _Held:
         records: dict[str, m.CommitRecord] = {}
+        milestones = [] if self._reign.milestone.record is None else [self._reign.milestone.record]
         stages: list[dict[Key, list[Holding]]] = []
         initialised: set[Key] = set()
         damaged: list[str] = []
@@ -112,12 +115,16 @@ class Lineage:
                     continue
                 records |= {r.head: r for r in answer.records}
                 stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in answer.records]
+                if answer.milestone is not None and answer.milestone.run == self._reign.context.run:
+                    milestones.append(answer.milestone)
                 if answer.initial:
                     initialised.add(member.key)
                 if answer.damaged:
                     damaged.append(f"of stage {stage} at peer {member.peer[:8]}")
         self._silent_since = {key: self._silent_since.get(key, self._reign.now) for key in silent}
-        return _Held(records, stages, initialised, damaged)
+        newest = max((r.saved for r in milestones), default=0)
+        known = {r.head: r.model_copy(update={"saved": newest}) for r in milestones} | records
+        return _Held(records, known, stages, initialised, damaged)
 
     def _obstacle(self, peers: list[list[m.Member]], held: _Held, best: Holding | None, waited_s: float) -> str:
         """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
@@ -137,9 +144,9 @@ class Lineage:
         if held.damaged:
             return (
                 f"intact checkpoints: damaged are those {', '.join(held.damaged)}, whose logs name the files; put an intact copy "
-                "in their place or start a peer that has one, or delete them to begin again"
+                "in their place, start a peer that has one, or start all with empty state directories to begin again"
             )
-        if any(record.saved for record in held.records.values()):
+        if any(record.saved for record in held.known.values()):
             steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
             has = "; ".join(f"stage {k}: {', '.join(map(str, xs)) or 'none'}" for k, xs in enumerate(steps))
             return (
@@ -150,7 +157,7 @@ class Lineage:
         return f"a peer of stages {bare} that has the initial weights (--model)" if bare else ""
 
     def _absent_holders(self, held: _Held, best: Holding | None) -> str:
-        written = [r for r in held.records.values() if is_checkpoint_due(self._reign.config, r)]
+        written = [r for r in held.known.values() if is_checkpoint_due(self._reign.config, r)]
         newer = [r for r in written if best is None or (r.era, r.step) > (best.era, best.step)]
         newer.sort(key=lambda r: (r.era, r.step), reverse=True)
         num_stages = range(self._reign.config.num_stages)
@@ -162,7 +169,7 @@ class Lineage:
         if not head:
             return ""
         names = ", ".join(peer[:8] for peer in absent)
-        step, wait_s = held.records[head].step + 1, self._reign.timing.stage_lost_s
+        step, wait_s = held.known[head].step + 1, self._reign.timing.stage_lost_s
         if best is None:
             return f"peers {names}: with them the run goes on at step {step}; to begin again start all with empty directories"
         return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Ballot
 from swarm.peer.link import Link, RefusedBy
+from swarm.peer.milestone import Milestone
 from swarm.wire import messages as m
 
 #: Records kept for trainers that lag.
@@ -48,6 +49,7 @@ class Reign:
         self.ballot = ballot
         self.rosters = rosters
         self.record: m.CommitRecord | None = None
+        self.milestone = Milestone(link.context)
         self.records: list[m.CommitRecord] = []
         self.rival: m.CommitRecord | None = None
         #: Stages that have no live member now; while there are any this lineage is not pushed on others.
@@ -70,6 +72,7 @@ class Reign:
     def take(self, record: m.CommitRecord) -> None:
         """`record` is the newest from here on."""
         self.record = record
+        self.milestone.note(record)
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
 

@@ -14,6 +14,7 @@ from swarm.base.errors import StorageError
 from swarm.lifecycle.record import genesis_head
 from swarm.net.transport import Progress
 from swarm.peer.link import Link
+from swarm.peer.milestone import Milestone
 from swarm.peer.stage_member import StageMember
 from swarm.stage.checkpoint import FileIdentity, StageCheckpoint, scan
 from swarm.stage.executor import Priority
@@ -38,6 +39,8 @@ class RestorePoints:
         #: What is wrong with each checkpoint that was read to its end, if anything is, by directory and identity.
         self._faults: dict[tuple[Path, FileIdentity], StorageError | None] = {}
         self._told: tuple[list[int], list[str]] | None = None
+        self._milestone = Milestone(link.context)
+        member.on_commit.append(self._milestone.note)
         member.restore = self.load
         link.register(m.Holdings, self._on_holdings)
 
@@ -54,7 +57,7 @@ class RestorePoints:
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
         return m.Held(
             member=member.me, records=tuple(newest_first[:16]), damaged=damaged,
-            initial=member.compute.has_values and not damaged,
+            initial=member.compute.has_values and not damaged, milestone=self._milestone.record,
         )  # fmt: skip
 
     async def _checkpoints(self) -> tuple[list[StageCheckpoint], bool]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -197,7 +199,8 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(f"cannot write checkpoint {target}: {error}") from None
-    _prune(parent, target, config.checkpoint_keep, version.record.saved)
+    with suppress(OSError):  # the next time prunes what is left
+        _prune(parent, target, config.checkpoint_keep, version.record.saved)
     return target
 
 
@@ -266,10 +269,11 @@ def _prune(parent: Path, written: Path, keep: int, saved: int) -> None:
     So does that of `saved` commits, which all stages have: until they have a newer one the run can go on from no other.
     """
     best = best_loss(parent)
-    others = sorted(path for path in parent.glob("step-*") if path != written and not (best and path.name == best[0]))
+    others = [path for path in _steps(parent) if path != written and not (best and path.name == best[0])]
     for old in others[: max(0, len(others) - (keep - 1))]:
         if old.name != _name_of(saved):
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):  # at once: who reads them does not find half of one
+                old.rename(old.with_name(f".old-{old.name}-{os.getpid()}"))
     for left in [*parent.glob(".partial-*"), *parent.glob(".old-*")]:  # of processes that were killed
         if left.is_file():
             left.unlink(missing_ok=True)
@@ -296,11 +300,16 @@ def scan(
         ConfigError: if a root does not exist.
         StorageError: if a description cannot be read and `damaged` is None.
     """
+    def refuse(error: StorageError) -> None:
+        if damaged is None:
+            raise error from None
+        damaged.append(error)
+
     found = []
     for root in roots:
         if not root.is_dir():
             raise ConfigError(f"{root}: no such directory; name the state directory of a run or of its peers")
-        for path in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}/step-*/{_DESCRIPTION}")):
+        for path in _descriptions(root, stage, refuse):
             identity = _identity(path.parent)
             try:
                 meta = json.loads(path.read_text())
@@ -324,14 +333,26 @@ def scan(
                     best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
                 ))  # fmt: skip
             except FileNotFoundError:
-                continue  # pruned since it was listed
+                if path.parent.exists():  # else it was pruned since it was listed
+                    refuse(_damaged(path, "it is missing"))
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:
                 what = f"no description of a checkpoint: {_why(error)}"
-                reason = error if isinstance(error, StorageError) else _damaged(path, what)
-                if damaged is None:
-                    raise reason from None
-                damaged.append(reason)
+                refuse(error if isinstance(error, StorageError) else _damaged(path, what))
     return found
+
+
+def _descriptions(root: Path, stage: int | None, refuse: Callable[[StorageError], None]) -> Iterator[Path]:
+    """Of every checkpoint below `root`, whether it is there or not."""
+    for parent in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}")):
+        try:
+            yield from [path / _DESCRIPTION for path in _steps(parent)]
+        except OSError as error:
+            refuse(StorageError(f"{parent} cannot be read: {error.strerror}"))
+
+
+def _steps(parent: Path) -> list[Path]:
+    """The directories of checkpoints in a stage's directory, in order of their steps; what is called otherwise is none."""
+    return sorted(path for path in parent.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
 
 
 def _why(error: Exception) -> str:

@@ -655,6 +655,8 @@ class Held(Message):
     initial: bool = True
     #: It has a checkpoint on disk that is damaged, or that someone is changing.
     damaged: bool = False
+    #: The newest record known to it that asked for a checkpoint, whether or not it holds that.
+    milestone: CommitRecord | None = None
 
 
 class FetchAverage(Message):

@@ -441,6 +441,55 @@ def test_a_run_does_not_begin_again_while_a_damaged_checkpoint_is_mended(tmp_pat
     run_virtual(main())
 
 
+@pytest.mark.parametrize("holders", ["come later", "are damaged and go", "are silent and forgotten"])
+def test_those_who_hold_nothing_do_not_begin_again_without_those_who_hold_the_newest(tmp_path, holders):
+    """Of each stage only one peer wrote the checkpoint: the others remember that there was one."""
+    config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 5)
+        await simulation.abandon()
+        written = [
+            path for path in tmp_path.glob("*/checkpoints/stage-*/step-*/parameters.safetensors")
+            if path.parent.name in ("step-00000002", "step-00000004")
+        ]  # fmt: skip
+        writers = {path.parts[-5]: int(path.parts[-3][-1]) for path in written}
+        assert len(writers) == config.num_stages
+        whole = {path: path.read_bytes() for path in written}
+        if holders == "are damaged and go":
+            for path in written:
+                cut_short(path.parent)
+        second = Simulation(config, seed=14, state_dir=tmp_path)
+        second._identities |= simulation._identities
+        await second.add_backbone("backbone0")
+        for name, stage in ((f"stage{k}.{i}", k) for k in range(config.num_stages) for i in range(2)):
+            if holders != "come later" or name not in writers:
+                await second.add_stage_peer(name, stage)
+        await second.add_trainer("trainer0")
+        if holders == "are silent and forgotten":
+            for name in writers:
+                second.pause(second.nodes[name])
+        elif holders == "are damaged and go":
+            await asyncio.sleep(10.0)
+            for name in writers:
+                await second.kill(name)
+        await asyncio.sleep(50.0)
+        assert not second.commits
+        assert "with them the run goes on at step 4" in second.describe()
+        for path, content in whole.items():
+            path.write_bytes(content)
+        for name, stage in writers.items():
+            if holders == "are silent and forgotten":
+                second.resume(second.nodes[name])
+            else:
+                await second.add_stage_peer(name, stage)
+        await finish_from(second, simulation, 4)
+
+    run_virtual(main())
+
+
 def test_two_halves_of_a_partition_become_one_lineage():
     """Each half has a candidate and a peer of every stage, so both go on; when they meet, one gives way."""
     config = small_config(total_steps=60)

@@ -120,7 +120,7 @@ def test_a_local_run_fails_when_no_checkpoint_is_intact(tmp_path: Path) -> None:
         swarm._children["trainer-0"] = Child(
             name="trainer-0", log=tmp_path / "log", started=futures[0], ended=futures[1], _send=lambda message: None
         )
-        said = rf"no checkpoint in {tmp_path} is intact in every stage \(stage 0: 20; stage 1: none\): delete"
+        said = rf"no checkpoint of these processes in {tmp_path} is intact in every stage \(stage 0: 20; stage 1: none\): put"
         with pytest.raises(SwarmError, match=said):
             await asyncio.wait_for(swarm._until_trainers_are_done(), 5.0)
         return view.lines

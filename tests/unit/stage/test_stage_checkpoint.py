@@ -454,6 +454,41 @@ def test_a_checkpoint_that_was_pruned_meanwhile_is_a_storage_error(tmp_path: Pat
     assert str(found.directory) in str(raised.value)
 
 
+@pytest.mark.parametrize("how", ["missing", "a link to nowhere"])
+def test_a_checkpoint_without_its_description_is_damaged(tmp_path: Path, how: str) -> None:
+    """It appeared under its name when it was complete, so something was lost since."""
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    write(tmp_path, 0, 40)
+    path.unlink()
+    if how != "missing":
+        path.symlink_to(tmp_path / "nowhere")
+    damaged: list[StorageError] = []
+    assert [checkpoint.record.step + 1 for checkpoint in scan([tmp_path], damaged=damaged)] == [40]
+    assert [str(error).split(" is damaged (")[0] for error in damaged] == [str(path)]
+    with pytest.raises(StorageError, match="it is missing"):
+        scan([tmp_path])
+
+
+def test_a_stage_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
+    parent = tmp_path / "checkpoints" / "stage-0"
+    parent.parent.mkdir()
+    parent.write_text("no directory")
+    damaged: list[StorageError] = []
+    assert scan([tmp_path], stage=0, damaged=damaged) == []
+    assert [str(error) for error in damaged] == [f"{parent} cannot be read: Not a directory"]
+
+
+def test_what_only_looks_like_a_checkpoint_is_none_and_pushes_none_out(tmp_path: Path) -> None:
+    kept = [write(tmp_path, 0, 20)]
+    parent = kept[0].parent
+    (parent / "step-00000077").write_text("a file")
+    (parent / "step-00000099").symlink_to(tmp_path / "nowhere")
+    for name in ("step-foo", "step-00000098.bak"):
+        (parent / name).mkdir()
+    kept.append(write(tmp_path, 0, 40))
+    assert [checkpoint.directory for checkpoint in scan([tmp_path])] == kept
+
+
 def write_copies(tmp_path: Path) -> None:
     """Two peers of each stage, both with the checkpoints of two steps."""
     for peer in ("a", "b"):
@@ -505,6 +540,15 @@ def test_a_checkpoint_that_was_replaced_is_another(tmp_path: Path) -> None:
     assert found.is_there
     for num_commits in (40, 60):
         write(tmp_path, 0, num_commits)
+    assert not found.is_there
+
+
+def test_a_copy_put_in_place_with_its_times_is_another(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, 20) / "parameters.safetensors"
+    content, stat = path.read_bytes(), path.stat()
+    (found,) = scan([tmp_path])
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert not found.is_there
 
 

@@ -123,13 +123,14 @@ class Coordinator:
         """A stage peer wants to be listed in the next record, or to leave."""
         if message.stage >= self._config.num_stages:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
+        own_reason = ""
         if message.leaving:
             self.listing.leave(message.stage, message.member)
             self.leasing.lost(message.lost)
         else:
-            self.listing.join(message.stage, message.member, message.head)
+            own_reason = self.listing.join(message.stage, message.member, message.head)
         await self._reign.notify()
-        return m.Joining(waiting_for=self.waiting_for[:2000])
+        return m.Joining(waiting_for=(own_reason or self.waiting_for)[:2000])
 
     def on_place(self, message: m.Place) -> m.Placed:
         """A newcomer asks which stage it should serve; whoever asks next finds it there."""

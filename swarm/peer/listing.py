@@ -39,16 +39,26 @@ class Listing:
         #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
         self._leaving: dict[Key, int] = {}
         self._last_join = 0.0
+        #: Incarnations whose place another one of the same peer took, the latest last.
+        self._replaced: dict[Key, None] = {}
 
     # ------------------------------------------------------------------------------------------------ what is asked for
 
-    def join(self, stage: int, member: m.Member, head: str | None) -> None:
+    def join(self, stage: int, member: m.Member, head: str | None) -> str:
         """`member`, which holds the state of `head`, asks to be listed, or asks again.
+
+        Returns:
+            What keeps it from that, if anything does but the run.
 
         Raises:
             Refuse: too many others ask.
         """
         now = self._reign.now
+        if member.key in self._replaced:  # both live: a peer that is started again does not know its earlier incarnation
+            return (
+                f"this peer to end: another one with its identity {member.peer[:8]} has joined since; if its state directory was "
+                "copied from there, start it with an empty one"
+            )
         if member.key not in self._joiners:
             self._last_join = now
             self._forget_silent()
@@ -56,7 +66,11 @@ class Listing:
                 raise Refuse("busy", f"{MAX_JOINERS} peers want to join already")
             for key in [k for k in self._joiners if k[0] == member.peer]:
                 del self._joiners[key]  # an earlier incarnation
+                self._replaced[key] = None
+                if len(self._replaced) > MAX_JOINERS:
+                    del self._replaced[next(iter(self._replaced))]
         self._joiners[member.key] = _Joiner(stage, member, head, now)
+        return ""
 
     def leave(self, stage: int, member: m.Member) -> None:
         """`member` goes once the step that is open has committed."""

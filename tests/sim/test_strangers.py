@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from phases import committed, until
@@ -152,5 +153,34 @@ def test_a_flood_of_joiners_is_bounded(count):
             refused += isinstance(reply.message, m.Refusal)
         assert refused > 0
         await simulation.abandon()
+
+    run_virtual(main())
+
+
+def test_one_identity_in_two_processes_keeps_nobody_from_beginning(tmp_path, caplog):
+    """Someone copied a state directory: the later one serves, and the other is told."""
+    caplog.set_level(logging.INFO)
+    config = small_config(total_steps=3)
+
+    async def main():
+        simulation = Simulation(config, seed=13, state_dir=tmp_path)
+        await simulation.add_backbone("backbone0")
+        for stage in range(config.num_stages):
+            await simulation.add_stage_peer(f"stage{stage}.0", stage)
+        simulation._identities["copy"] = simulation._identities["stage1.0"]
+        await simulation.add_stage_peer("copy", 1)
+        await simulation.add_trainer("trainer0")
+        await simulation.began()
+        members = simulation.commits[-1].members[1]
+        assert len(members) == 1
+        told = "this peer to end: another one with its identity " + members[0].peer[:8]
+        async with asyncio.timeout(30.0):
+            while told not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        loser = next(name for name in ("stage1.0", "copy") if simulation.nodes[name].address.port != members[0].port)
+        await simulation.kill(loser)
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
 
     run_virtual(main())

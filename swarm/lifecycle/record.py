@@ -145,6 +145,8 @@ def saved_by_all(results: Sequence[StageResult]) -> set[int]:
 
 def fault_of(config: RunConfig, record: CommitRecord) -> str:
     """What makes `record` one that no coordinator of the run can have written, or ""; checked before it is handed on."""
+    if len(record.members) != config.num_stages:
+        return f"members of {len(record.members)} stages"
     if record.step == -1:
         return "" if record.head == genesis_head(record.run) and not record.results else "a genesis record with another head"
     if record.step >= config.total_steps:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.lifecycle.record import checkpoint_writers, genesis_record, is_checkpoint_due, restoring_record
+from swarm.lifecycle.record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
 from swarm.peer.link import RefusedBy, together
 from swarm.peer.reign import Demoted, Key, Reign
 from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
@@ -39,6 +39,8 @@ class _Held:
     initialised: set[Key]
     #: Those that have a damaged checkpoint, in words.
     damaged: list[str]
+    #: The newest number of commits known to be on the disks of all stages; 0 if none is.
+    saved: int
 
 
 def _has(head: str, holdings: list[Holding]) -> bool:
@@ -100,7 +102,7 @@ class Lineage:
 
     async def _held(self, peers: list[list[m.Member]]) -> _Held:
         records: dict[str, m.CommitRecord] = {}
-        milestones = [] if self._reign.milestone.record is None else [self._reign.milestone.record]
+        milestone = self._reign.milestone
         stages: list[dict[Key, list[Holding]]] = []
         initialised: set[Key] = set()
         damaged: list[str] = []
@@ -113,18 +115,20 @@ class Lineage:
                     if member.keeps_checkpoints or self._reign.record is not None:
                         silent.append(member.key)
                     continue
-                records |= {r.head: r for r in answer.records}
-                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in answer.records]
-                if answer.milestone is not None and answer.milestone.run == self._reign.context.run:
-                    milestones.append(answer.milestone)
+                sound = [r for r in answer.records if r.run == self._reign.context.run and not fault_of(self._reign.config, r)]
+                records |= {r.head: r for r in sound}
+                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in sound]
+                if answer.milestone is not None:
+                    milestone.hear(answer.milestone)
                 if answer.initial:
                     initialised.add(member.key)
                 if answer.damaged:
                     damaged.append(f"of stage {stage} at peer {member.peer[:8]}")
         self._silent_since = {key: self._silent_since.get(key, self._reign.now) for key in silent}
-        newest = max((r.saved for r in milestones), default=0)
-        known = {r.head: r.model_copy(update={"saved": newest}) for r in milestones} | records
-        return _Held(records, known, stages, initialised, damaged)
+        told = [] if milestone.record is None else [milestone.record]
+        known = {r.head: r for r in told} | records
+        saved = max((r.saved for r in [*told, *records.values()]), default=0)
+        return _Held(records, known, stages, initialised, damaged, saved)
 
     def _obstacle(self, peers: list[list[m.Member]], held: _Held, best: Holding | None, waited_s: float) -> str:
         """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
@@ -146,7 +150,7 @@ class Lineage:
                 f"intact checkpoints: damaged are those {', '.join(held.damaged)}, whose logs name the files; put an intact copy "
                 "in their place, start a peer that has one, or start all with empty state directories to begin again"
             )
-        if any(record.saved for record in held.known.values()):
+        if held.saved:
             steps = [sorted({h.step + 1 for found in stage.values() for h in found}) for stage in held.stages]
             has = "; ".join(f"stage {k}: {', '.join(map(str, xs)) or 'none'}" for k, xs in enumerate(steps))
             return (

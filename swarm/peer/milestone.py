@@ -9,53 +9,69 @@ from __future__ import annotations
 import logging
 import os
 
-from pydantic import ValidationError
-
-from swarm.lifecycle.record import is_checkpoint_due
+from swarm.lifecycle.record import fault_of, is_checkpoint_due
 from swarm.peer.context import PeerContext
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
 MILESTONE_FILE = "milestone.json"
+_MAX_FILE_BYTES = 2**24
 
 
 class Milestone:
     """Of one run. Without a state directory it lasts as long as the process."""
 
     def __init__(self, context: PeerContext) -> None:
-        self._config = context.config
+        self._context = context
         self._path = None if context.state_dir is None else context.state_dir / MILESTONE_FILE
         #: None if no checkpoint was due yet. Its `saved` is the newest step known to be on the disks of all stages.
-        self.record = self._load()
-        if self.record is not None and self.record.run != context.run:
-            self.record = None
+        self.record: m.CommitRecord | None = None
+        self._load()
 
-    def _load(self) -> m.CommitRecord | None:
+    def _load(self) -> None:
         if self._path is None:
-            return None
+            return
         try:
-            return m.CommitRecord.model_validate_json(self._path.read_bytes())
+            if self._path.stat().st_size > _MAX_FILE_BYTES:
+                raise ValueError("it is too large")
+            record = m.CommitRecord.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as error:
+            return
+        except (OSError, ValueError) as error:
             logger.warning("%s tells nothing: %s", self._path, str(error).partition("\n")[0])
-            return None
+            return
+        if self._is_of_this_run(record):
+            self.record = record
+
+    def _is_of_this_run(self, record: m.CommitRecord) -> bool:
+        return record.run == self._context.run and not fault_of(self._context.config, record)
 
     def note(self, record: m.CommitRecord) -> None:
         """`record` is the newest of the lineage that this peer follows."""
-        if is_checkpoint_due(self._config, record):
-            self.record = record
+        if is_checkpoint_due(self._context.config, record):
+            self._keep(record)
         elif self.record is not None and record.saved > self.record.saved:
-            self.record = self.record.model_copy(update={"saved": record.saved})
-        else:
+            self._keep(self.record.model_copy(update={"saved": record.saved}))
+
+    def hear(self, record: m.CommitRecord) -> None:
+        """`record` is the milestone of another peer, who may be gone when it matters."""
+        if not self._is_of_this_run(record):
             return
+        saved = max(record.saved, 0 if self.record is None else self.record.saved)
+        if record.newer_than(self.record):
+            self._keep(record.model_copy(update={"saved": saved}))
+        elif self.record is not None and saved > self.record.saved:
+            self._keep(self.record.model_copy(update={"saved": saved}))
+
+    def _keep(self, record: m.CommitRecord) -> None:
+        self.record = record
         if self._path is None:
             return
         temporary = self._path.with_name(f".{self._path.name}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self.record.model_dump_json())
+            temporary.write_text(record.model_dump_json())
             os.replace(temporary, self._path)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)

@@ -343,6 +343,12 @@ def scan(
 
 def _descriptions(root: Path, stage: int | None, refuse: Callable[[StorageError], None]) -> Iterator[Path]:
     """Of every checkpoint below `root`, whether it is there or not."""
+    own = root / "checkpoints"
+    try:
+        if own.exists():
+            next(own.iterdir(), None)
+    except OSError as error:  # `glob` says nothing of what it may not read
+        refuse(StorageError(f"{own} cannot be read: {error.strerror}"))
     for parent in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}")):
         try:
             yield from [path / _DESCRIPTION for path in _steps(parent)]

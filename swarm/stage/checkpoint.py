@@ -71,6 +71,7 @@ class StageCheckpoint:
     def _load(self, name: str, tick: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
         path = self.directory / f"{name}.safetensors"
         try:
+            _require_file(path)
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise _damaged(path, error) from None
@@ -149,6 +150,15 @@ def _identity(directory: Path) -> FileIdentity:
         except OSError:
             found.append((0, 0, 0))
     return tuple(found)
+
+
+def _require_file(path: Path) -> None:
+    """
+    Raises:
+        OSError: it is something else, of which reading might not end.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file")
 
 
 def _damaged(path: Path, what: object) -> StorageError:
@@ -312,6 +322,7 @@ def scan(
         for path in _descriptions(root, stage, refuse):
             identity = _identity(path.parent)
             try:
+                _require_file(path)
                 meta = json.loads(path.read_text())
                 if isinstance(meta, dict) and "blake3" not in meta and "digests" in meta:
                     raise StorageError(f"{path} was written by an earlier version, which alone can read it")

@@ -469,6 +469,15 @@ def test_a_checkpoint_without_its_description_is_damaged(tmp_path: Path, how: st
         scan([tmp_path])
 
 
+@pytest.mark.parametrize("name", ["checkpoint.json", "parameters.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, 0, 20) / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(StorageError, match="it is no file"):
+        scan([tmp_path])[0].check()
+
+
 def test_a_stage_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints" / "stage-0"
     parent.parent.mkdir()

@@ -26,7 +26,8 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Address
 from swarm.net.http import HttpTransport
-from swarm.stage.checkpoint import StageCheckpoint, find_complete
+from swarm.stage.checkpoint import StageCheckpoint
+from swarm.stage.whole_checkpoint import find_complete
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Hello, RunInfo, StatusReply
 

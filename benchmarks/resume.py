@@ -32,7 +32,7 @@ from models.registry import factory_of  # noqa: E402
 from swarm.base.config import RunConfig  # noqa: E402
 from swarm.base.errors import ConfigError  # noqa: E402
 from swarm.feed.feed import open_feed  # noqa: E402
-from swarm.stage.checkpoint import find_complete  # noqa: E402
+from swarm.stage.whole_checkpoint import find_complete  # noqa: E402
 
 TOLERANCE = 1e-10
 #: This part of the lives ends while its processes start, within this time; the others while they train.

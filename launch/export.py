@@ -84,7 +84,8 @@ Exported = tuple[RunConfig, "dict[str, torch.Tensor]", int, str]
 
 
 def _from_checkpoints(options: Namespace) -> Exported:
-    from swarm.stage.checkpoint import StageCheckpoint, use_complete
+    from swarm.stage.checkpoint import StageCheckpoint
+    from swarm.stage.whole_checkpoint import use_complete
 
     found = use_complete(options.checkpoints, StageCheckpoint.parameters, step=options.step, best=options.best)
     config = parse_config_bytes(found[0][0].config_bytes)

@@ -63,8 +63,9 @@ def new_config(old: RunConfig, options: Namespace) -> RunConfig:
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     from models.registry import factory_of
-    from swarm.stage.checkpoint import StageCheckpoint, use_complete
+    from swarm.stage.checkpoint import StageCheckpoint
     from swarm.stage.fork import fork, step_after
+    from swarm.stage.whole_checkpoint import use_complete
 
     if options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a new directory")

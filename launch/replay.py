@@ -99,7 +99,8 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 def _config_bytes(options: Namespace) -> bytes:
     """Of the run, verbatim: any checkpoint has them."""
-    from swarm.stage.checkpoint import require_one_run, scan
+    from swarm.stage.checkpoint import scan
+    from swarm.stage.whole_checkpoint import require_one_run
 
     found = scan(options.checkpoints, damaged=[])
     if not found:
@@ -163,7 +164,8 @@ def _checkpoints(options: Namespace, config: RunConfig) -> Checkpoints:
     Raises:
         ConfigError: there is none.
     """
-    from swarm.stage.checkpoint import StageCheckpoint, use_complete
+    from swarm.stage.checkpoint import StageCheckpoint
+    from swarm.stage.whole_checkpoint import use_complete
 
     base = config.base_step(options.step - 1)
     if not base:

@@ -185,9 +185,9 @@ def _prepare(
     from launch.models import weights_for
     from models.registry import factory_of
     from swarm.peer.stage_peer import Machine, StagePeer
-    from swarm.stage.checkpoint import require_own
     from swarm.stage.device import compute_thread
     from swarm.stage.executor import ThreadExecutor, Threads
+    from swarm.stage.whole_checkpoint import require_own
 
     use_threads(options.threads)
     if options.state_dir is not None:

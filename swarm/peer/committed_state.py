@@ -144,7 +144,7 @@ class CommittedState:
 
         The record is the decision, so it stands whatever ballot was promised since.
         """
-        if record.run != self.context.run or len(record.members) != self.config.num_stages:
+        if record.run != self.context.run:
             raise Refuse("wrong_run", "the record belongs to another run")
         fault = fault_of(self.config, record)
         if fault:

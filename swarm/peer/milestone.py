@@ -33,8 +33,8 @@ class Milestone:
         if self._path is None:
             return
         try:
-            if self._path.stat().st_size > _MAX_FILE_BYTES:
-                raise ValueError("it is too large")
+            if self._path.stat().st_size > _MAX_FILE_BYTES or not self._path.is_file():
+                raise ValueError("it is too large, or no file")
             record = m.CommitRecord.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
             return

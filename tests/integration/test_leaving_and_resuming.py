@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 from real_swarm import RealSwarm, tiny_config
 
-from swarm.stage.checkpoint import find_complete
+from swarm.stage.whole_checkpoint import find_complete
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from models.registry import factory_of
 from swarm.base.config import parse_config_bytes
 from swarm.base.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
-from swarm.stage.checkpoint import find_complete
+from swarm.stage.whole_checkpoint import find_complete
 
 OLD = {"precision": "fp64", "total_steps": 8, "checkpoint_every": 2, "checkpoint_copies": 1, "lr_schedule": "constant"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 
 import pytest
@@ -23,6 +24,15 @@ async def after_steps(simulation, steps, *, within_s=200.0):
     async with asyncio.timeout(within_s):
         while max(simulation.commits, default=-1) + 1 < steps:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def killed_after(config, tmp_path, steps):
+    """A run of two peers a stage that ended all at once."""
+    simulation = Simulation(config, seed=13, state_dir=tmp_path)
+    await simulation.start(peers_per_stage=2, trainers=1)
+    await after_steps(simulation, steps)
+    await simulation.abandon()
+    return simulation
 
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
@@ -130,10 +140,7 @@ def test_a_run_resumes_from_disk_after_everyone_was_killed(tmp_path):
     config = small_config(total_steps=8, checkpoint_every=2, checkpoint_copies=2)
 
     async def main():
-        simulation = Simulation(config, seed=13, state_dir=tmp_path)
-        await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 5)
-        await simulation.abandon()
+        simulation = await killed_after(config, tmp_path, 5)
         before = max(simulation.commits) + 1
         second = Simulation(config, seed=14, state_dir=tmp_path)
         await second.start(peers_per_stage=2, trainers=1)
@@ -160,10 +167,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
     config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
 
     async def main():
-        simulation = Simulation(config, seed=13, state_dir=tmp_path)
-        await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, steps)
-        await simulation.abandon()
+        simulation = await killed_after(config, tmp_path, steps)
         newest = steps - 1
         [written] = tmp_path.glob(f"*/checkpoints/stage-1/step-{newest:08d}/checkpoint.json")
         writer, kept = written.parts[-5], written.parents[1]
@@ -446,10 +450,7 @@ def test_those_who_hold_nothing_do_not_begin_again_without_those_who_hold_the_ne
     config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
 
     async def main():
-        simulation = Simulation(config, seed=13, state_dir=tmp_path)
-        await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 5)
-        await simulation.abandon()
+        simulation = await killed_after(config, tmp_path, 5)
         written = [
             path for path in tmp_path.glob("*/checkpoints/stage-*/step-*/parameters.safetensors")
             if path.parent.name in ("step-00000002", "step-00000004")
@@ -494,10 +495,7 @@ def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_
     config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1)
 
     async def main():
-        simulation = Simulation(config, seed=13, state_dir=tmp_path)
-        await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 5)
-        await simulation.abandon()
+        simulation = await killed_after(config, tmp_path, 5)
         [written] = tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")
         [witness] = {"stage1.0", "stage1.1"} - {written.parts[-5]}
         second = Simulation(config, seed=14, state_dir=tmp_path)
@@ -547,7 +545,7 @@ def test_a_record_that_nobody_can_have_written_is_heeded_by_nobody(tmp_path, lie
 
 def test_a_milestone_that_makes_no_sense_tells_nothing(tmp_path, caplog):
     config = small_config(total_steps=2, checkpoint_every=1)
-    contents = [b"{", b"[]", b"\xff", b" " * (2**24 + 1), None]
+    contents = [b"{", b"[]", b"\xff", b" " * (2**24 + 1), None, "a pipe"]
 
     async def main():
         simulation = Simulation(config, seed=13, state_dir=tmp_path)
@@ -556,6 +554,8 @@ def test_a_milestone_that_makes_no_sense_tells_nothing(tmp_path, caplog):
             path.parent.mkdir(parents=True)
             if content is None:
                 path.mkdir()
+            elif content == "a pipe":
+                os.mkfifo(path)
             else:
                 path.write_bytes(content)
         await simulation.start(peers_per_stage=2, trainers=1)

@@ -13,7 +13,7 @@ from swarm.base.config import RunConfig
 from swarm.base.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
 from swarm.policy.schedule import learning_rate
-from swarm.stage.checkpoint import find_complete
+from swarm.stage.whole_checkpoint import find_complete
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 

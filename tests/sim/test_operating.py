@@ -12,7 +12,7 @@ from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
 from swarm.peer.link import Refuse
-from swarm.stage.checkpoint import find_complete
+from swarm.stage.whole_checkpoint import find_complete
 from swarm.wire import messages as m
 
 

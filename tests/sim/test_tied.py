@@ -14,7 +14,7 @@ from test_llama import llama_config, plain_loop
 from models.registry import factory_of
 from swarm.base.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
-from swarm.stage.checkpoint import find_complete
+from swarm.stage.whole_checkpoint import find_complete
 
 NUM_SCHEDULES = 20
 

@@ -18,18 +18,16 @@ from swarm.base.ids import ZERO_BALLOT
 from swarm.stage import checkpoint as module
 from swarm.stage.checkpoint import (
     StageCheckpoint,
-    find_complete,
     mark_best,
-    require_own,
     saved_steps,
     scan,
-    use_complete,
     write_checkpoint,
 )
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.versions import StageState, Version, make_version
+from swarm.stage.whole_checkpoint import find_complete, require_own, use_complete
 from swarm.wire.messages import CommitRecord
 
 torch.set_num_threads(1)

@@ -272,14 +272,17 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
     Python's collector waits: to free another graph, or a kernel that was compiled, ends a recording in its thread.
     """
     is_collecting, before = gc.isenabled(), torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    drawn = generator.clone_state()
     gc.disable()
     try:
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             yield
     except BaseException:
-        # A recording that CUDA ended leaves this thread on its stream, and before torch 2.13 the allocator recording: then
-        # it frees no memory that two streams have used (pytorch#180395). In later versions that has nothing to do.
+        # A recording that CUDA ended leaves this thread on its stream, the generator recording, which then refuses to draw,
+        # and before torch 2.13 the allocator: it frees no memory that two streams have used (pytorch#180395).
         torch.cuda.set_stream(before)
+        generator.graphsafe_set_state(drawn)
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise

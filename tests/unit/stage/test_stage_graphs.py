@@ -238,15 +238,22 @@ def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @NEEDS_CUDA
-def test_a_capture_that_cuda_ends_leaves_stream_and_allocator_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_cuda_ends_leaves_stream_allocator_and_generator_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "asks_the_device", lambda call: False)
     budget = MemoryBudget(2**30)
     compute, versions = stage_of(1, budget=None)
     compute._budget, compute._may_capture = budget, True
     compute._module.blocks[0].register_forward_pre_hook(lambda module, args: int((args[0] > 0).sum()) and None)  # type: ignore[union-attr,index]
+    torch.manual_seed(5)
+    expected = torch.rand(8, device=DEVICE), torch.rand(8, device=DEVICE)
+    torch.manual_seed(5)
+    torch.rand(8, device=DEVICE)
     try_graphs(compute, versions[0])
     assert (compute._captured, budget.used_bytes) == (None, 0)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.equal(torch.rand(8, device=DEVICE), expected[1])
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(8, device=DEVICE), expected[0])
     other = torch.cuda.Stream()
 
     def used_by_two_streams() -> int:

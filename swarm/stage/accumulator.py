@@ -103,8 +103,8 @@ class Accumulator:
         """As `add`, on a device that has not computed `is_valid` (see `Summand`) yet: it adds what turns out valid.
 
         The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the
-        next ones, or now if it is only `lent`; `settle` completes the sum, and tells the ledger what each ticket was,
-        before any seal.
+        next ones, or now if its memory is wanted back (`lent`); `settle` completes the sum, and tells the ledger what
+        each ticket was, before any seal.
 
         Returns:
             Whether the ticket was marked; False without a valid claim.

@@ -65,7 +65,7 @@ class Gradients:
 
     inputs: Tensors
     parameters: list[torch.Tensor | None] = field(repr=False)
-    #: The next backward writes to the memory of `parameters`.
+    #: The next micro-batch wants the memory of `parameters`, and has it once nobody refers to that list.
     lent: bool = False
 
 
@@ -352,7 +352,7 @@ class StageCompute:
             if output_gradients is None:
                 output_gradients = {"loss_sum": torch.full_like(lease.outputs["loss_sum"], activation.version.record.loss_scale)}
             activation.drop_graph()
-            return Gradients(*lease.backward(output_gradients), lent=True)
+            return Gradients(*lease.backward(output_gradients), lent=lease.is_wanted)
         if outputs is None or not any(t.requires_grad for t in outputs.values()):
             outputs = self._outputs(activation, True)
             activation.recomputed = True

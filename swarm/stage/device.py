@@ -127,8 +127,8 @@ class Device(abc.ABC):
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
         entry: Entry | Tensors, with_norm: bool, lent: bool = False,
     ) -> Added:  # fmt: skip
-        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output; `lent` gradients are
-        gone after this job."""
+        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output; memory of `lent`
+        gradients is wanted back."""
 
     @abc.abstractmethod
     def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:

@@ -3,9 +3,9 @@ them. Owns the trial of which is faster, captured memory and which micro-batch u
 messages.
 
 Captured kernels read and write fixed places. So a captured call, a forward and its backward, holds one micro-batch at a
-time, and as many are captured as are under way at once. What they share is used by one after the other, in the order of
-the device's stream: a copy of the parameters, into which a version is copied when it takes turns with another, and the
-gradients, which stay until the next backward.
+time, until its gradients are in the sum, and as many are captured as are under way at once. What they share is used by one
+after the other, in the order of the device's stream: a copy of the parameters, into which a version is copied when it takes
+turns with another, and what a backward throws away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,8 +33,8 @@ Call = Callable[[Tensors, Tensors, Tensors | None], Tensors]
 #: Part of the memory for in-flight micro-batches that may be captured: it stays so while nobody uses it, and requests, and
 #: micro-batches of other shapes, need some.
 _LARGEST_PART = 0.5
-#: Graphs are used where they take at most this part of the time. A GPU that is busy all the time gains nothing: there they
-#: would cost it another pass over the gradients.
+#: Graphs are used where they take at most this part of the time. A GPU that is busy all the time gains next to nothing, and
+#: they hold memory: a copy of the parameters, and gradients in each call.
 _PAY = 0.9
 
 
@@ -110,36 +110,43 @@ class CapturedStage:
         self._budget = budget
         self._most_bytes = int(_LARGEST_PART * (budget.limit_bytes - budget.used_bytes))
         self._reserved_bytes = 0
-        if not self._reserve(2 * sum(t.nbytes for t in version.parameters.values()) + graph_bytes):
+        parameter_bytes = sum(t.nbytes for t in version.parameters.values())
+        #: What each call takes: what it holds between forward and backward, and gradients.
+        self._call_bytes = graph_bytes + parameter_bytes
+        if not self._reserve(parameter_bytes + self._call_bytes):
             raise RuntimeError("the memory for micro-batches is small")
         self.free: list[_CapturedCall] = []
         self._is_full = False
         try:
-            self._capture_first(version, inputs, labels or {}, graph_bytes)
+            self._capture_first(version, inputs, labels or {})
         except BaseException:
             self.close()
             raise
 
-    def _capture_first(self, version: Version, inputs: Tensors, labels: Tensors, graph_bytes: int) -> None:
+    def _capture_first(self, version: Version, inputs: Tensors, labels: Tensors) -> None:
         self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
         #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
         self._holds = weakref.ref(version)
         self.inputs, self.labels = _blank(inputs), _blank(labels)
-        self.gradients = _blank(self.parameters)
-        self.input_gradients = _blank({name: t for name, t in inputs.items() if t.is_floating_point()})
         #: Memory of all backwards: nothing of it outlives one of them.
         self.scratch = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         first = _CapturedCall(self)
-        #: What each call takes: with what its forward throws away, which torch cannot use for anything else.
-        self._call_bytes = max(graph_bytes, first.num_bytes)
-        if not self._reserve(self._call_bytes - graph_bytes + first.scratch_bytes):
+        # And what its forward throws away, which torch cannot use for anything else.
+        more_bytes = max(0, first.num_bytes - self._call_bytes)
+        if not self._reserve(more_bytes + first.scratch_bytes):
             raise RuntimeError("the memory for micro-batches is small")
+        self._call_bytes += more_bytes
         self.free.append(first)
 
     def has_room(self, inputs: Tensors) -> bool:
         """Whether a forward of `inputs` takes no more memory than is captured already."""
         return bool(self.free) and _shapes(inputs) == _shapes(self.inputs)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there is no call for one more micro-batch until one is free."""
+        return not self.free and (self._is_full or not self._may_reserve(self._call_bytes))
 
     def forward(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Lease | None:
         """Start the forward of one micro-batch; None if it has other shapes or there is no memory for one more."""
@@ -167,8 +174,12 @@ class CapturedStage:
         """Give the budget back what this has of it; micro-batches under way can still end."""
         self._release(self._reserved_bytes)
 
+    def _may_reserve(self, num_bytes: int) -> bool:
+        is_left = self._budget.used_bytes + num_bytes <= self._budget.limit_bytes
+        return is_left and self._reserved_bytes + num_bytes <= self._most_bytes
+
     def _reserve(self, num_bytes: int) -> bool:
-        if self._reserved_bytes + num_bytes > self._most_bytes or not self._budget.reserve(num_bytes):
+        if not self._may_reserve(num_bytes) or not self._budget.reserve(num_bytes):
             return False
         self._reserved_bytes += num_bytes
         return True
@@ -192,7 +203,7 @@ class CapturedStage:
 
 
 class Lease:
-    """A captured call in use; it is free for others once nobody refers to this."""
+    """A captured call in use; it is free for others once nobody refers to this, nor to its gradients."""
 
     def __init__(self, stage: CapturedStage, call: _CapturedCall, version: Version) -> None:
         self._stage = stage
@@ -204,7 +215,12 @@ class Lease:
         """Without graph; their memory is another's once the call is free."""
         return self._call.outputs
 
-    def backward(self, seeds: Tensors) -> tuple[Tensors, list[torch.Tensor | None]]:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the next micro-batch has to do without one."""
+        return self._stage.is_short
+
+    def backward(self, seeds: Tensors) -> tuple[Tensors, LentGradients]:
         """Start the backward.
 
         Args:
@@ -214,7 +230,7 @@ class Lease:
             RuntimeError: one is missing or has a wrong shape, as torch says without graphs.
 
         Returns:
-            Gradients of the inputs, by name, and of the parameters, whose memory the next backward writes to.
+            Gradients of the inputs, by name, and of the parameters.
         """
         stage, call = self._stage, self._call
         stage.hold(self._version)
@@ -224,11 +240,19 @@ class Lease:
                 raise RuntimeError(f"gradient of {name}: {tuple(place.shape)} is wanted, {found} came")
         _fill(call.seeds, seeds)
         call.backward.replay()
-        parameters = [g if name in call.reached else None for name, g in stage.gradients.items()]
-        return {name: g.clone() for name, g in stage.input_gradients.items()}, parameters
+        inputs = {n: torch.zeros_like(call.inputs[n]) if g is None else g.clone() for n, g in call.input_gradients.items()}
+        return inputs, LentGradients(call.gradients, self)
 
     def __del__(self) -> None:
         self._stage.free.append(self._call)
+
+
+class LentGradients(list[torch.Tensor | None]):
+    """The gradients in a captured call, which is not free before this is."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor | None], lease: Lease) -> None:
+        super().__init__(gradients)
+        self._lease = lease
 
 
 class _CapturedCall:
@@ -246,7 +270,6 @@ class _CapturedCall:
         with _recording(self.forward, stage.stream, torch.cuda.graph_pool_handle()):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
         forward_bytes = torch.cuda.memory_reserved()
-        self.num_bytes = forward_bytes - before_bytes
         self.outputs = {name: t.detach() for name, t in outputs.items()}
         heads = {name: t for name, t in outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
@@ -256,13 +279,13 @@ class _CapturedCall:
                 list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
                 allow_unused=True,
             )  # fmt: skip
-            places = [*(stage.input_gradients[name] for name in leaves), *stage.gradients.values()]
-            pairs = [(place, g) for place, g in zip(places, found, strict=True) if g is not None]
-            torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
+        #: By name; None where unused, as in `gradients`. Both stay until this call's next backward.
+        self.input_gradients = dict(zip(leaves, found, strict=False))
+        self.gradients = found[len(leaves) :]
+        gradient_bytes = sum(g.nbytes for g in self.gradients if g is not None)
+        self.num_bytes = forward_bytes - before_bytes + gradient_bytes
         #: Of what all backwards share: the first takes it.
-        self.scratch_bytes = torch.cuda.memory_reserved() - forward_bytes
-        #: Parameters that have a gradient.
-        self.reached = {name for name, g in zip(stage.parameters, found[len(leaves) :], strict=True) if g is not None}
+        self.scratch_bytes = max(0, torch.cuda.memory_reserved() - forward_bytes - gradient_bytes)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ class RecordedCall:
 
     #: Backwards of all calls so far.
     num_backwards = 0
-    #: What a call is said to take: more than its graph does without.
-    num_bytes, scratch_bytes = 2**20, 2**18
+    #: What a call is said to take: more than its graph and its gradients do without.
+    num_bytes, scratch_bytes = 2**22, 2**18
 
     def __init__(self, stage: graphs.CapturedStage) -> None:
         self._stage = stage
@@ -32,16 +32,20 @@ class RecordedCall:
         outputs = self._call()
         self.outputs = {name: t.detach() for name, t in outputs.items()}
         self.seeds = {name: torch.zeros_like(t) for name, t in outputs.items() if t.requires_grad}
-        found = self._gradients(outputs)[len(stage.input_gradients) :]
-        self.reached = {name for name, g in zip(stage.parameters, found, strict=True) if g is not None}
+        found = [g.clone() if g is not None else None for g in self._gradients(outputs)]
+        self.input_gradients = dict(zip(self._leaves(), found, strict=False))
+        self.gradients = found[len(self.input_gradients) :]
         self.forward = SimpleNamespace(replay=self._forward)
         self.backward = SimpleNamespace(replay=self._backward)
 
     def _call(self) -> Tensors:
         return self._stage.call(self._stage.parameters, self.inputs, self.labels or None)
 
+    def _leaves(self) -> Tensors:
+        return {name: t for name, t in self.inputs.items() if t.requires_grad}
+
     def _gradients(self, outputs: Tensors) -> list[torch.Tensor | None]:
-        leaves = [*(self.inputs[name] for name in self._stage.input_gradients), *self._stage.parameters.values()]
+        leaves = [*self._leaves().values(), *self._stage.parameters.values()]
         heads = [outputs[name] for name in self.seeds]
         return list(torch.autograd.grad(heads, leaves, list(self.seeds.values()), allow_unused=True))
 
@@ -52,11 +56,11 @@ class RecordedCall:
 
     def _backward(self) -> None:
         RecordedCall.num_backwards += 1
-        places = [*self._stage.input_gradients.values(), *self._stage.gradients.values()]
+        places = [*self.input_gradients.values(), *self.gradients]
         found = self._gradients(self._call())
         with torch.no_grad():
             for place, g in zip(places, found, strict=True):
-                if g is not None:
+                if place is not None and g is not None:
                     place.copy_(g)
 
 

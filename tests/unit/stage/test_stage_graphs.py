@@ -16,8 +16,12 @@ import torch
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT, Ticket
+from swarm.lifecycle.step import Entry
 from swarm.stage import graphs
+from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import Activation, Gradients, StageCompute
+from swarm.stage.device import KnownNumbers
+from swarm.stage.kernels import MAX_TOGETHER, survey
 from swarm.stage.module import Tensors
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version, make_version
@@ -202,7 +206,7 @@ def test_what_is_captured_counts_in_the_budget_until_it_is_let_go_and_never_take
     compute, versions = stage_of(1, budget=budget)
     assert compute._captured is not None
     [call] = compute._captured.free
-    shared = 2 * sum(t.nbytes for t in versions[0].parameters.values()) + call.scratch_bytes
+    shared = sum(t.nbytes for t in versions[0].parameters.values()) + call.scratch_bytes
     each = budget.used_bytes - shared
     assert each >= call.num_bytes > 0
     assert call.scratch_bytes > 0
@@ -228,6 +232,45 @@ def test_what_is_captured_counts_in_the_budget_until_it_is_let_go_and_never_take
     assert budget.used_bytes == 0
     assert backward(compute, second, 2), "a micro-batch that is under way goes on"
     assert forward(compute, versions[0], 1).lease is None
+
+
+def test_gradients_that_wait_for_the_sum_are_not_written_to_by_the_next_micro_batches() -> None:
+    plain, versions = stage_of(1, budget=None)
+    compute, own = stage_of(1, budget=MemoryBudget(2**30))
+    sums = [Accumulator(0, compute.layout, dtype=torch.float64, device=DEVICE) for _ in range(2)]
+    for seed in range(6):
+        for stage, version, total in ((plain, versions[seed % 2], sums[0]), (compute, own[seed % 2], sums[1])):
+            found = stage.backward(forward(stage, version, seed), drawn(stage, seed)[2])
+            total.ledger.grant(seed, total.ledger.term)
+            valid = survey(found.parameters, LARGEST, DEVICE).is_valid
+            numbers = KnownNumbers(Entry(1, 0.0), is_finite=True)
+            assert total.add_unseen(seed, numbers, valid, found.parameters, lent=found.lent)
+    assert compute._captured is not None
+    del found
+    assert len(compute._captured.free) == MAX_TOGETHER - 2, "two gradients wait: their calls are in use"
+    expected, contribution = (total.contribution() for total in sums)
+    assert contribution is not None
+    assert expected is not None
+    require_like([contribution], [expected])
+    assert len(compute._captured.free) == MAX_TOGETHER, "never more than may wait at once"
+
+
+def test_gradients_are_wanted_back_where_memory_for_another_micro_batch_is_short() -> None:
+    budget = MemoryBudget(2**30)
+    compute, versions = stage_of(1, budget=budget)
+    assert compute._captured is not None
+    [call] = compute._captured.free
+    parameter_bytes = sum(t.nbytes for t in versions[0].parameters.values())
+    each = budget.used_bytes - parameter_bytes - call.scratch_bytes
+    compute.let_go()
+    compute, versions = stage_of(1, budget=MemoryBudget(2 * (parameter_bytes + call.scratch_bytes + 2 * each)))
+    first, second = forward(compute, versions[0], 1), forward(compute, versions[0], 2)
+    found = compute.backward(first, drawn(compute, 1)[2])
+    assert found.lent
+    assert forward(compute, versions[0], 3).lease is None
+    del found
+    assert forward(compute, versions[0], 3).lease is not None
+    assert not compute.backward(second, drawn(compute, 2)[2]).lent, "another call is free"
 
 
 def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,8 @@ from swarm.net.identity import Identity
 from swarm.net.kademlia_dht import KademliaDht
 from swarm.net.ports import bind_tcp_and_udp
 from swarm.peer.context import PeerContext
-from swarm.peer.joining import fetch_run
+from swarm.peer.joining import fetch_run, require_alone
+from swarm.wire.messages import CommitRecord
 
 IDENTITY_FILE = "identity.json"
 CONTACTS_FILE = "contacts.json"
@@ -35,13 +36,15 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 @dataclass(frozen=True, kw_only=True)
 class KnownRun:
-    """A run's verbatim configuration, where to bootstrap from, and what the joined peer says of us."""
+    """A run's verbatim configuration, where to bootstrap from, and what the joined peer says of it and of us."""
 
     config_bytes: bytes
     paths: DataPaths = field(default_factory=DataPaths)
     bootstrap: tuple[Address, ...] = ()
     #: Address that the joined peer saw us come from.
     seen_host: str = ""
+    #: The newest that the joined peer knows.
+    record: CommitRecord | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -60,7 +63,9 @@ async def find_run(options: Namespace, transport: HttpTransport) -> KnownRun:
         info = await fetch_run(transport, [options.join, *known], run=again, deadline_s=options.join_timeout)
         contacts = [Address(host, port) for host, port in info.contacts]
         bootstrap = tuple(dict.fromkeys([options.join, *contacts]))
-        run = KnownRun(config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host)
+        run = KnownRun(
+            config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host, record=info.record
+        )  # fmt: skip
         _ = run.config  # refused here if this version does not understand it
         return run
     run_file = read_run_file(options.run)
@@ -83,21 +88,24 @@ async def compose(
     """Bind the port, find the run, load the identity. Nothing is served yet.
 
     Raises:
-        ConfigError: the address is taken, nobody answers, or the state directory is unusable or in use.
+        ConfigError: the address is taken, nobody answers, or the state directory is unusable, in use, or a copy of one
+            in use.
     """
-    tcp, udp, _ = bind_tcp_and_udp(options.host, options.port)
+    tcp, udp, port = bind_tcp_and_udp(options.host, options.port)
     asker = HttpTransport()
     try:
         run = await find_run(options, asker)
         identity = _identity(options.state_dir)
+        timing = run.config.timing
+        advertise_host = options.public_host or _reachable_host(options.host, run.seen_host)
+        own = Address(advertise_host, port)
+        await require_alone(asker, identity.peer_id, run.record, own=own, deadline_s=timing.request_s / 2)
     except BaseException:
         tcp.close()
         udp.close()
         raise
     finally:
         await asker.close()
-    timing = run.config.timing
-    advertise_host = options.public_host or _reachable_host(options.host, run.seen_host)
     context = PeerContext(
         config=run.config,
         config_bytes=run.config_bytes,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from swarm.base.config import run_id_of
 from swarm.base.errors import ConfigError, SwarmError, Unreachable
-from swarm.base.ids import Address, RunId
+from swarm.base.ids import Address, PeerId, RunId
 from swarm.net.transport import Transport
 from swarm.wire.framing import Frame
-from swarm.wire.messages import Hello, RunInfo
+from swarm.wire.messages import CommitRecord, Hello, RunInfo, Status, StatusReply
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +65,30 @@ async def _ask_in_turn(transport: Transport, addresses: Sequence[Address], run: 
         await asyncio.sleep(min(0.3, max(0.0, deadline_s - (loop.time() - began))))
     hint = "is a peer of the run listening there?" if isinstance(last, Unreachable) else f"last: {last}"
     raise ConfigError(f"nobody answers at {addresses[0]} (waited {deadline_s:g} s); {hint}")
+
+
+async def require_alone(
+    transport: Transport, peer: PeerId, record: CommitRecord | None, *, own: Address, deadline_s: float
+) -> None:
+    """No member that `record` lists is this peer and lives: two that announce themselves alike hide one another.
+
+    Args:
+        transport: asks.
+        peer: who is about to join, at the address `own`: what the record lists there is an earlier life.
+        deadline_s: seconds. Who does not answer by then is taken for dead.
+
+    Raises:
+        ConfigError: there is one; where, and what to do.
+    """
+    listed = [x for members in record.members for x in members if x.peer == peer] if record is not None else []
+    for address in [x for x in (Address(y.host, y.port) for y in listed) if x != own]:
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = await transport.call(address, Frame(Status()), stall_s=deadline_s)
+        except (SwarmError, TimeoutError):
+            continue
+        if isinstance(reply.message, StatusReply) and reply.message.member.peer == peer:
+            raise ConfigError(
+                f"another peer with this one's identity {peer[:8]} runs at {address}; if the state directory was copied from "
+                "there, start with an empty one"
+            )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import resource
+import shutil
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
@@ -64,6 +65,10 @@ def test_sigterm_to_a_peer_during_training_costs_no_ticket(running: Running, tmp
     async def scenario() -> None:
         await swarm.begin(peers_per_stage=2)
         await swarm.step(3)
+        shutil.copytree(swarm.state_root / "stage-0-0", swarm.state_root / "copy")
+        copy = await swarm.spawn("copy", "stage", "--stage", 0)
+        assert await copy.ended == 2, swarm.log("copy")
+        assert "start with an empty one" in swarm.log("copy")
         for number, name in enumerate(("stage-0-0", "backbone", "stage-1-1"), start=1):
             began = time.monotonic()
             assert await swarm.terminate(name, within_s=15.0) == 0, swarm.log(name)

@@ -9,13 +9,13 @@ import pytest
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.base.ids import Address
+from swarm.base.ids import ZERO_BALLOT, Address
 from swarm.base.virtual_time import run_virtual
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Progress
-from swarm.peer.joining import fetch_run
+from swarm.peer.joining import fetch_run, require_alone
 from swarm.wire.framing import Frame
-from swarm.wire.messages import RunInfo
+from swarm.wire.messages import CommitRecord, Member, RunInfo, StatusReply
 
 WHERE = Address("192.0.2.1", 4000)
 
@@ -57,3 +57,48 @@ def test_where_nobody_answers_in_time_it_says_so_once_more(caplog: pytest.LogCap
     with pytest.raises(ConfigError, match=r"nobody answers at 192\.0\.2\.1:4000 \(waited 20 s\); is a peer of the run"):
         run_virtual(ask(up_at=99.0))
     assert len(caplog.records) == 1
+
+
+ME, OTHER = "a" * 40, "b" * 40
+
+
+async def join_beside(*, answers_as: str | None, hangs: bool = False, own: Address = Address("192.0.2.2", 1)) -> float:
+    """A record lists this peer's identity at `WHERE`; who lives there, if anyone. Returns the seconds that asking took."""
+    network = MemoryNetwork(random.Random(1))
+    newcomer, listed = MemoryTransport(network, Address("192.0.2.2", 1)), MemoryTransport(network, WHERE)
+    members = [Member(peer=x, incarnation="1" * 16, host=WHERE.host, port=WHERE.port + n) for n, x in enumerate((ME, OTHER))]
+    record = CommitRecord(run="1" * 64, step=3, head="2" * 64, ballot=ZERO_BALLOT, members=((members[1],), (members[0],)))
+
+    async def answer(frame: Frame, progress: Progress) -> Frame:
+        await asyncio.sleep(99.0 if hangs else 0.0)
+        assert answers_as is not None
+        return Frame(StatusReply(role="stage", member=members[0].model_copy(update={"peer": answers_as})))
+
+    if answers_as is not None:
+        await listed.start(answer)
+    try:
+        began = asyncio.get_running_loop().time()
+        await require_alone(newcomer, ME, record, own=own, deadline_s=2.0)
+        await require_alone(newcomer, ME, None, own=own, deadline_s=2.0)
+        return asyncio.get_running_loop().time() - began
+    finally:
+        await listed.close()
+        await newcomer.close()
+
+
+def test_a_copied_state_directory_is_refused_while_the_original_lives() -> None:
+    with pytest.raises(ConfigError, match=r"identity aaaaaaaa runs at 192\.0\.2\.1:4000; .* start with an empty one"):
+        run_virtual(join_beside(answers_as=ME))
+
+
+@pytest.mark.parametrize("answers_as", [None, OTHER], ids=["nobody", "somebody else"])
+def test_a_peer_that_is_started_again_is_not_kept_waiting(answers_as: str | None) -> None:
+    assert run_virtual(join_beside(answers_as=answers_as)) < 1.0
+
+
+def test_who_does_not_answer_is_taken_for_dead() -> None:
+    assert run_virtual(join_beside(answers_as=ME, hangs=True)) == pytest.approx(2.0, abs=0.5)
+
+
+def test_an_earlier_life_at_the_own_address_is_not_asked() -> None:
+    assert run_virtual(join_beside(answers_as=ME, own=WHERE)) == 0.0

@@ -6,15 +6,21 @@ wrong gradients here as it does there. Kernels, streams and memory pools are for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from swarm.lifecycle.step import Entry
 from swarm.stage import graphs
+from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import StageCompute
+from swarm.stage.device import Added, HostDevice, KnownNumbers, entry_of
+from swarm.stage.kernels import survey
 from swarm.stage.module import Tensors
+from swarm.stage.norms import norm_of
 
 
 class RecordedCall:
@@ -64,8 +70,22 @@ class RecordedCall:
                     place.copy_(g)
 
 
+def add(
+    self: HostDevice, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
+    entry: Entry | Tensors, with_norm: bool, lent: bool = False,
+) -> Added:  # fmt: skip
+    """As `CudaDevice.add`: the gradients may wait in their places until others go into the sum with them."""
+    norm = norm_of(gradients) if with_norm else None
+    if not isinstance(entry, Entry):
+        entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
+    is_valid = survey(gradients, LARGEST, "cpu").is_valid
+    numbers = KnownNumbers(entry, bool(is_valid))
+    marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, lent=lent)
+    return Added(marked=marked, numbers=numbers, norm=norm)
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Every stage that has a budget computes by recorded calls from now on."""
+    """Every stage that has a budget computes by recorded calls from now on, and adds up as on a GPU."""
     made = StageCompute.__init__
 
     def make(self: StageCompute, *args: Any, **options: Any) -> None:
@@ -73,6 +93,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         self._may_capture = self._budget is not None
 
     patch.setattr(StageCompute, "__init__", make)
+    patch.setattr(HostDevice, "add", add)
     patch.setattr(graphs, "_PAY", float("inf"))
     patch.setattr(graphs, "_CapturedCall", RecordedCall)
     patch.setattr(torch.cuda, "Stream", type("Stream", (), {}))

@@ -108,7 +108,9 @@ class Coordinator:
         fault = fault_of(message, num_commits, self._config.total_steps)
         if fault:
             raise Refuse("bad_request", fault)
-        self._order, text = changed(self._order, message, num_commits, is_paused=self._is_paused)
+        # A paused run has no step under way that would end first: it stops where it stands.
+        before = num_commits - 1 if message.action == "stop" and self._is_paused else num_commits
+        self._order, text = changed(self._order, message, before, is_paused=self._is_paused)
         logger.warning("operator: %s: %s", message.action, text)
         self.leasing.paused = self._is_paused
         await self._reign.notify()
@@ -118,6 +120,11 @@ class Coordinator:
     def _is_paused(self) -> bool:
         """The step in which an operator asked for a pause has committed."""
         return self._order.paused and self.record is not None and self.record.order.paused
+
+    @property
+    def _is_stopped(self) -> bool:
+        """As many steps have committed as an operator asked for."""
+        return self._order.stop_at is not None and self.record is not None and self.record.step + 1 >= self._order.stop_at
 
     async def on_join(self, message: m.Join) -> m.Joining:
         """A stage peer wants to be listed in the next record, or to leave."""
@@ -158,7 +165,7 @@ class Coordinator:
         self.leasing.open_pools()
         await self._or_set_back(self._recover())
         while (step := self._reign.newest.step + 1) < self._config.total_steps:
-            self.leasing.finished = self._order.stop_at is not None and step >= self._order.stop_at
+            self.leasing.finished = self._is_stopped
             if self.leasing.finished:
                 self._reign.waiting_for = f"an operator: the run was stopped after step {step}"
                 await self._reign.wait(self._timing.record_ttl_s)
@@ -226,12 +233,17 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ one step
 
     async def _end_step(self, step: int) -> None:
-        """From open tickets to the commit record: collect, seal, average, decide; any failure raises the attempt."""
+        """From open tickets to the commit record: collect, seal, average, decide; any failure raises the attempt.
+
+        None of it where an operator stops the run while it is paused before `step`.
+        """
         reign, pool = self._reign, self._pool(step)
         all_tickets = set(range(self._config.tickets_per_step))
         reopened = 0
         while True:
             await self._collect_tickets(step)
+            if self._is_stopped:
+                return
             complete_at = reign.now
             reign.waiting_for = f"seals of step {step}"
             gathered = await self._leads.gather_all(step, freeze=True)
@@ -278,9 +290,9 @@ class Coordinator:
         return pool
 
     async def _collect_tickets(self, step: int) -> None:
-        """Until every ticket of `step` was reported done; leases of silent trainers expire meanwhile."""
+        """Until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire meanwhile."""
         reign, leasing = self._reign, self.leasing
-        while not (pool := self._pool(step)).complete or leasing.evaluation_due is not None:
+        while not self._is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
             reign.waiting_for = "an operator: the run is paused" if leasing.paused else f"tickets of step {step}"
             late = pool.expire(reign.now)
             if late:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
-from swarm.lifecycle.order import is_stopped
 from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
@@ -324,7 +323,7 @@ class Trainer:
                 self._last_commit_at, self.tries.num_retries = now, 0
             else:
                 self._last_commit_at = loop.time()
-        if leased.finished and not self.finished and self.record is not None and is_stopped(self.record):
+        if leased.finished and not self.finished and self.record is not None and self.record.step + 1 < self.config.total_steps:
             logger.info("an operator stopped the run after step %d: this trainer ends", self.record.step + 1)
         self.finished = self.finished or leased.finished
         if self.finished or self._served:

@@ -114,6 +114,32 @@ def test_a_run_stops_at_a_step_and_goes_on_from_there_after_a_restart(tmp_path):
     run_virtual(main())
 
 
+def test_a_paused_run_that_is_stopped_trains_no_more_and_goes_on_when_told(tmp_path):
+    """Its checkpoint was written when it paused."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=10), seed=36, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await committed(simulation, 2)
+        paused_at = (await say(simulation, "pause")).step + 1
+        await until(lambda: simulation.commits[max(simulation.commits)].order.paused, "it has paused")
+        assert (await say(simulation, "stop")).text.startswith(f"the run stops after step {paused_at};")
+        async with asyncio.timeout(10):
+            await simulation.nodes["trainer0"].running
+        assert await stands_still(simulation, 30.0) == paused_at
+        assert (await say(simulation, "stop")).text == f"the run has stopped after step {paused_at} already"
+        waiting_for = coordinator_of(simulation).peer.seat.coordinator.waiting_for
+        assert waiting_for == f"an operator: the run was stopped after step {paused_at}"
+        assert find_complete([tmp_path])[0].record.step + 1 == paused_at
+        await say(simulation, "resume")
+        await simulation.add_trainer("trainer1")
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
 def test_a_stopped_run_goes_on_when_told(caplog):
     """Everyone says why it ends, and only where the run is done for good that nobody is needed any more."""
     config = small_config(total_steps=6)

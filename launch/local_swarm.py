@@ -299,12 +299,17 @@ class LocalSwarm:
         code, message = child.ended.result(), self._messages.get(child.name)
         ended = f"{child.name} ended ({_how(code)})"
         if code < 0 and message is None and self._serving[child.name].done():
-            command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir)])
-            again = " ".join([command, *still_needed(self._described, self._plan.state_dir)])
-            return SwarmError(f"{ended}, and the run stops without it; go on from its last checkpoint with: {again}")
+            again = f"go on from its last checkpoint with: {self._again}"
+            return SwarmError(f"{ended}, and the run stops without it; {again}")
         why = message or " | ".join(child.last_words(num_lines=3))[-_MAX_WORDS:] or "it said nothing"
         kind = ConfigError if code == 2 else SwarmError
         return kind(f"{ended}: {why}" if self._leaves_no_trace else f"{ended}: {why}; see {child.log}")
+
+    @property
+    def _again(self) -> str:
+        """The command that goes on with the run."""
+        command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir)])
+        return " ".join([command, *still_needed(self._described, self._plan.state_dir)])
 
     @property
     def _leaves_no_trace(self) -> bool:
@@ -320,12 +325,13 @@ class LocalSwarm:
 
     def summary(self, *, is_done: bool) -> list[tuple[str, dict[str, Any]]]:
         """Lines for people, each with its values for machines, once `run` has ended."""
-        step, state_dir = self._step, self._plan.state_dir
+        step, state_dir, total_steps = self._step, self._plan.state_dir, self._config.total_steps
         seconds = time.monotonic() - self._began
         num_steps = step["step"] if step else 0
         new_steps = num_steps - self._num_steps_before
-        text = f"{'done' if is_done else 'stopped'}: {num_steps} steps"
-        text += f", {new_steps} of them now," if self._num_steps_before else ""
+        is_over = num_steps == total_steps  # an operator may have stopped it before
+        text = f"done: {num_steps} steps" if is_done and is_over else f"stopped at step {num_steps} of {total_steps}"
+        text += f" ({new_steps} new)" if self._num_steps_before else ""
         text += f" in {seconds:.1f} s"
         values: dict[str, Any] = {"steps": num_steps, "new_steps": new_steps, "seconds": seconds}
         if step is not None:
@@ -345,6 +351,8 @@ class LocalSwarm:
                 text += f": not every stage has one of step {num_steps} there, as its peers keep theirs elsewhere or nowhere"
             lines.append((text, {"checkpoint": str(state_dir), "checkpoint_step": newest}))
             lines.append((f"export it with: {export}", {"command": export}))
+            if not is_over:
+                lines.append((f"go on from it with: {self._again}", {"go_on": self._again}))
             if self._best is not None and self._evaluation is not None and self._best[0] != self._evaluation[0]:
                 text = f"the best evaluation was {self._best[1]:.4f} at step {self._best[0]}: add --best to export that"
                 lines.append((text, {"best_step": self._best[0], "best_eval_loss": self._best[1]}))

@@ -185,8 +185,27 @@ def test_a_run_that_goes_on_tells_how_many_steps_are_new(tmp_path: Path) -> None
     swarm, lines = asyncio.run(main())
     assert lines == ["goes on after step 20/60, loss 3.0000", "step 21", "goes on after step 22/60, loss 3.0000"]
     (text, values), *_ = swarm.summary(is_done=True)
-    assert text.startswith("done: 22 steps, 2 of them now, in ")
+    assert text.startswith("stopped at step 22 of 60 (2 new) in ")
     assert values["new_steps"] == 2
+
+
+@pytest.mark.parametrize(("step", "said"), [(45, "stopped at step 45 of 60 in "), (60, "done: 60 steps in ")])
+def test_a_run_that_an_operator_ends_early_is_not_called_done(step: int, said: str, tmp_path: Path) -> None:
+    """It says how it goes on, from the checkpoint that was written as it stopped."""
+
+    async def main() -> LocalSwarm:
+        swarm, _ = swarm_in(tmp_path)
+        swarm._picture.rows["trainer-0"] = Row("launch_trainer")
+        swarm._report("trainer-0", {"event": "step", "step": step, "seconds": 0.5, "loss": 3.0})
+        return swarm
+
+    swarm = asyncio.run(main())
+    for stage in range(2):
+        write(tmp_path, f"stage-{stage}-0", stage, step)
+    (text, _), *lines = swarm.summary(is_done=True)
+    assert text.startswith(said)
+    on = [text for text, _ in lines if text.startswith("go on from it with: ")]
+    assert on == [f"go on from it with: launch_local --state-dir {tmp_path}"] * (step < 60)
 
 
 def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:

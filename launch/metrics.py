@@ -38,7 +38,8 @@ class MetricsFile:
         self._is_failing = False
         try:
             # A pipe or a terminal cannot be read back: there every line is written.
-            self._is_kept = path is not None and (path.is_file() or not path.exists())
+            self._is_new = path is not None and not path.exists()
+            self._is_kept = path is not None and (path.is_file() or self._is_new)
             self._file = path.open("a+b" if self._is_kept else "wb", buffering=0) if path is not None else None
             if self._is_kept:
                 self._read()
@@ -112,5 +113,11 @@ class MetricsFile:
             raise
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """A file that was made here goes again if no line was written: nobody answered, or the run was refused."""
+        if self._file is None:
+            return
+        if self._is_new and self._path is not None:
+            with contextlib.suppress(OSError):
+                if not os.fstat(self._file.fileno()).st_size:
+                    self._path.unlink()
+        self._file.close()

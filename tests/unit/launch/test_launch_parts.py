@@ -111,6 +111,16 @@ def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, content: 
     assert path.read_text() == content
 
 
+def test_a_metrics_file_without_a_line_is_not_left_behind(tmp_path: Path) -> None:
+    """Unless it was there before."""
+    new, old = tmp_path / "new.jsonl", tmp_path / "old.jsonl"
+    old.touch()
+    for path in (new, old):
+        MetricsFile(path).close()
+    assert not new.exists()
+    assert old.exists()
+
+
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     with pytest.raises(ConfigError, match="another process writes it"):

@@ -310,13 +310,13 @@ def parse_config(data: dict[str, Any], *, where: str, given: Iterable[str] | Non
     try:
         config = RunConfig(**data)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_problem(error)}") from None
+        raise ConfigError(f"{where}: {first_problem(error)}") from None
     if problem := _unused(config, frozenset(data if given is None else given)):
         raise ConfigError(f"{where}: {problem}")
     return config
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """One line: the field, and what is wrong with it."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
@@ -334,7 +334,7 @@ def parse_config_bytes(config_bytes: bytes) -> RunConfig:
     try:
         return RunConfig(**json.loads(config_bytes))
     except ValidationError as error:
-        reason = _first_problem(error)
+        reason = first_problem(error)
     except (ValueError, TypeError, RecursionError) as error:
         reason = str(error).splitlines()[0]
     raise ConfigError(f"the run's configuration is not understood by this version: {reason}")

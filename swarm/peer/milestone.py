@@ -9,6 +9,9 @@ from __future__ import annotations
 import logging
 import os
 
+from pydantic import ValidationError
+
+from swarm.base.config import first_problem
 from swarm.lifecycle.record import fault_of, is_checkpoint_due
 from swarm.peer.context import PeerContext
 from swarm.wire import messages as m
@@ -39,7 +42,10 @@ class Milestone:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            logger.warning("%s tells nothing: %s", self._path, str(error).partition("\n")[0])
+            why = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            logger.warning(
+                "%s does not tell how far the run had come (%s): put an intact copy in its place, or delete it", self._path, why
+            )
             return
         if self._is_of_this_run(record):
             self.record = record

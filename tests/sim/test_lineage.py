@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 
 import pytest
@@ -545,7 +546,7 @@ def test_a_record_that_nobody_can_have_written_is_heeded_by_nobody(tmp_path, lie
 
 def test_a_milestone_that_makes_no_sense_tells_nothing(tmp_path, caplog):
     config = small_config(total_steps=2, checkpoint_every=1)
-    contents = [b"{", b"[]", b"\xff", b" " * (2**24 + 1), None, "a pipe"]
+    contents = [b"{", b"{}", b"\xff", b" " * (2**24 + 1), None, "a pipe"]
 
     async def main():
         simulation = Simulation(config, seed=13, state_dir=tmp_path)
@@ -563,7 +564,12 @@ def test_a_milestone_that_makes_no_sense_tells_nothing(tmp_path, caplog):
         await simulation.close()
 
     run_virtual(main())
-    assert caplog.text.count("milestone.json tells nothing: ") == len(contents)
+    told = [text for record in caplog.records if "milestone.json does not tell" in (text := record.getMessage())]
+    assert len(told) == len(contents)
+    for line in told:
+        assert re.search(r"how far the run had come \(.*\): put an intact copy in its place, or delete it$", line), line
+        assert "validation error" not in line
+    assert sum("(run: Field required)" in line for line in told) == 1
 
 
 def test_two_halves_of_a_partition_become_one_lineage():

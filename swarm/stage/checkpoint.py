@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 from blake3 import blake3
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from swarm.base.config import RunConfig
+from swarm.base.config import RunConfig, first_problem
 from swarm.base.errors import ConfigError, StorageError
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
@@ -148,10 +149,11 @@ def _identity(directory: Path) -> FileIdentity:
 def _require_file(path: Path) -> None:
     """
     Raises:
-        OSError: it is something else, of which reading might not end.
+        OSError: it cannot be opened, in the system's words; or it is something else, of which reading might not end.
     """
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
+    path.open("rb").close()
 
 
 def _damaged(path: Path, what: object) -> StorageError:
@@ -368,4 +370,6 @@ def _steps(parent: Path) -> list[Path]:
 def _why(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it has no {error}"
+    if isinstance(error, ValidationError):
+        return first_problem(error)
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

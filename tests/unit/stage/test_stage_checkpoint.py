@@ -476,6 +476,31 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_not_waited_for(tmp_path: Pa
         scan([tmp_path])[0].check()
 
 
+@pytest.mark.parametrize(("how", "said"), [
+    ("a link to itself", "Too many levels of symbolic links"),
+    pytest.param("not readable", "Permission denied", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")),
+])  # fmt: skip
+def test_a_file_that_the_system_does_not_open_is_told_in_its_words(tmp_path: Path, how: str, said: str) -> None:
+    """Not as safetensors has it, which calls every such file missing."""
+    path = write(tmp_path, 0, 20) / "parameters.safetensors"
+    if how == "not readable":
+        path.chmod(0)
+    else:
+        path.unlink()
+        path.symlink_to(path)
+    with pytest.raises(StorageError, match=said):
+        scan([tmp_path])[0].parameters()
+
+
+def test_a_record_that_is_none_is_told_in_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    meta = json.loads(path.read_text())
+    del meta["digest"], meta["record"]["head"]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(StorageError, match=r"\(no description of a checkpoint: head: Field required\)"):
+        scan([tmp_path])
+
+
 def test_a_stage_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints" / "stage-0"
     parent.parent.mkdir()

@@ -78,10 +78,10 @@ def _dashed(word: str) -> str:
 def size_bytes(text: str) -> int:
     """`4GiB`, `500MB` or plain bytes as a number of bytes."""
     match = _SIZE.fullmatch(text.strip())
-    unit = match.group(2).lower().removesuffix("b") if match else None
-    if match is None or unit not in _SIZE_UNITS:
+    size = int(float(match.group(1)) * _SIZE_UNITS.get(match.group(2).lower().removesuffix("b"), 0)) if match else 0
+    if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4GiB or 500MB")
-    return int(float(match.group(1)) * _SIZE_UNITS[unit])
+    return size
 
 
 def peer_address(text: str) -> Address:

@@ -58,6 +58,7 @@ class LocalSwarm:
         self._view = view
         self._began = time.monotonic()
         self._messages: dict[str, str] = {}  # a child's own words on why it failed
+        self._is_refused = False  # by a child that cannot serve what it was told to
         self._serving: dict[str, asyncio.Future[Address]] = {}
         self._children: dict[str, Child] = {}
         self._ended: asyncio.Queue[Child | SwarmError] = asyncio.Queue()
@@ -302,7 +303,8 @@ class LocalSwarm:
             again = f"go on from its last checkpoint with: {self._again}"
             return SwarmError(f"{ended}, and the run stops without it; {again}")
         why = message or " | ".join(child.last_words(num_lines=3))[-_MAX_WORDS:] or "it said nothing"
-        kind = ConfigError if code == 2 else SwarmError
+        self._is_refused = code == 2
+        kind = ConfigError if self._is_refused else SwarmError
         return kind(f"{ended}: {why}" if self._leaves_no_trace else f"{ended}: {why}; see {child.log}")
 
     @property
@@ -314,7 +316,8 @@ class LocalSwarm:
     @property
     def _leaves_no_trace(self) -> bool:
         """It never came to training, and the directory was made for it."""
-        return self._plan.state_dir_is_new and set(self._children) <= {"backbone"}
+        is_refused = self._is_refused and self._step is None
+        return self._plan.state_dir_is_new and (is_refused or set(self._children) <= {"backbone"})
 
     async def _clean_up(self, grace_s: float) -> None:
         """Afterwards no process is left. The backbone goes last, so that the others can still say goodbye to it."""

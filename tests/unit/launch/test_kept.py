@@ -159,6 +159,36 @@ def test_a_local_run_that_stops_for_a_process_says_why_or_how_to_go_on(name: str
         assert line.endswith(f"RuntimeError: the last of them; see {tmp_path / 'log'}")
 
 
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_run_that_a_stage_process_refuses_leaves_no_directory(step: int | None, tmp_path: Path) -> None:
+    """Such as one whose stages do not fit `--memory-limit`; one that has trained leaves what it wrote."""
+
+    async def main() -> str:
+        swarm, _ = swarm_in(tmp_path / "state")
+        log = tmp_path / "state" / "logs" / "stage-0-0.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("")
+        loop = asyncio.get_running_loop()
+        child = Child(name="stage-0-0", log=log, started=loop.create_future(), ended=loop.create_future(),
+                      _send=lambda message: None)  # fmt: skip
+        swarm._children |= {"stage-0-0": child, "trainer-0": child}
+        swarm._serving["stage-0-0"] = loop.create_future()
+        swarm._picture.rows["trainer-0"] = Row("launch_trainer")
+        if step is not None:
+            swarm._report("trainer-0", {"event": "step", "step": step, "seconds": 0.5, "loss": 3.0})
+        swarm._report("stage-0-0", {"event": "failed", "message": "stage 0 of 2 needs 15.7 MB"})
+        child.ended.set_result(2)
+        swarm._ended.put_nowait(child)
+        with pytest.raises(ConfigError) as raised:
+            await asyncio.wait_for(swarm._until_trainers_are_done(), 5.0)
+        await swarm._clean_up(0.0)
+        return str(raised.value)
+
+    line = asyncio.run(main())
+    assert (tmp_path / "state").exists() == (step is not None)
+    assert ("; see " in line) == (step is not None), line
+
+
 def test_a_run_is_not_begun_again_over_checkpoints_of_different_steps(tmp_path: Path) -> None:
     async def main(found: list[tuple[str, list[int]]]) -> tuple[list[str], bool]:
         swarm, view = swarm_in(tmp_path)

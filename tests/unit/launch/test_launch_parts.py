@@ -28,7 +28,7 @@ def test_sizes_have_units(text: str, num_bytes: int) -> None:
     assert size_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XiB", "1ii", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XiB", "1ii", "nan", "0", "0GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         size_bytes(text)

@@ -40,8 +40,9 @@ class Membership:
         self.answered_by: m.Member | None = None
         #: The first record that listed this peer at another stage.
         self._moved_by: m.CommitRecord | None = None
-        #: The last failure of a download that was logged.
+        #: The last failure of downloads that an operator was told, and from when on these are.
         self._told = ""
+        self._warn_at = math.inf
         #: What the run waits for, as it was last logged; and from when on it is.
         self._told_wait = ""
         self._tell_at = math.inf
@@ -92,6 +93,7 @@ class Membership:
                 self._tell_what_is_waited_for(await self._ask_to_join())
             else:
                 self._tell_at, self._told_wait = math.inf, ""
+                self._warn_at, self._told = math.inf, ""
             try:
                 # Pre-genesis and joining peers ask often; members wake up on records and look in rarely.
                 async with asyncio.timeout(timing.request_s / 8 if wanted else timing.request_s):
@@ -173,9 +175,7 @@ class Membership:
         try:
             state = await download(self._link, member, donors, min_step=record.step)
         except (LinkError, RemoteError) as error:
-            # Tried again twice a second: said once, until it is said otherwise.
-            logger.log(logging.DEBUG if str(error) == self._told else logging.WARNING, "stage %d: %s", member.stage, error)
-            self._told = str(error)
+            self._tell_what_fails(str(error))
             await self._catch_up(donors)
             return
         async with member.commit_lock:
@@ -194,6 +194,15 @@ class Membership:
             await member.refresh_digest()
             self._move("synced")
             logger.info("stage %d: state of step %d is complete", member.stage, member.num_commits)
+
+    def _tell_what_fails(self, error: str) -> None:
+        """Tried again twice a second, and after a restart it is soon well: a warning once it lasts, until it is another."""
+        now = asyncio.get_running_loop().time()
+        self._warn_at = min(self._warn_at, now + WAITING_TOLD_S)
+        is_news = now >= self._warn_at and error != self._told
+        logger.log(logging.WARNING if is_news else logging.DEBUG, "stage %d: %s", self._member.stage, error)
+        if is_news:
+            self._told = error
 
     async def _catch_up(self, donors: list[m.Member]) -> None:
         """Learn the newest record from anyone who has one."""

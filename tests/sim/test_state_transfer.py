@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import shutil
 import statistics
 from collections import Counter
 
@@ -14,6 +16,7 @@ from small_model import small_config
 from swarm.base.virtual_time import run_virtual
 from swarm.peer import stage_member, state_transfer
 from swarm.peer.link import Refuse, RefusedBy
+from swarm.peer.restore import RestorePoints
 from swarm.peer.state_transfer import StateDonor
 from swarm.wire import messages as m
 
@@ -166,8 +169,8 @@ def test_case_09_eight_newcomers_want_the_state_of_one_donor(served, donors):
     run_virtual(main())
 
 
-def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, donors):
-    """A stranger renews its hold on the snapshot for ever; newcomers wait for a while, not for ever."""
+def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, donors, caplog):
+    """A stranger renews its hold on the snapshot for ever; newcomers wait for a while, not for ever, and say why."""
     config = small_config(total_steps=20)
 
     async def main():
@@ -189,6 +192,7 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
         node = await simulation.add_stage_peer("stage1.1", 1)
         await until(lambda: node.peer.membership.serving, "the newcomer serves", within_s=60)
         assert donors["refused"]["busy"] > 0, "the stranger never kept anyone out"
+        assert "stage 1: no state for stage 1: " in caplog.text
         await asyncio.gather(holding, return_exceptions=True)
         assert isinstance(holding.exception(), RefusedBy)
         await simulation.finish()
@@ -196,3 +200,33 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
         await simulation.close()
 
     run_virtual(main())
+
+
+def test_a_restart_warns_of_no_download_that_has_to_wait_for_a_moment(tmp_path, caplog, monkeypatch):
+    """Who has lost its directory asks those that still read the checkpoint from theirs."""
+    config = small_config(total_steps=8, checkpoint_every=2)
+    plain = RestorePoints.load
+
+    async def slow(self, record):
+        state = await plain(self, record)
+        await asyncio.sleep(1.0 if record.step >= 0 and state is not None else 0.0)
+        return state
+
+    monkeypatch.setattr(RestorePoints, "load", slow)
+    caplog.set_level(logging.DEBUG, "swarm.peer.membership")
+
+    async def main():
+        first = Simulation(config, seed=24, state_dir=tmp_path)
+        await first.start(peers_per_stage=2, trainers=1)
+        await after_steps(first, 5)
+        await first.abandon()
+        for stage in range(config.num_stages):
+            shutil.rmtree(tmp_path / f"stage{stage}.1")
+        second = Simulation(config, seed=25, state_dir=tmp_path)
+        await second.start(peers_per_stage=2, trainers=1)
+        await second.finish()
+        await second.close()
+
+    run_virtual(main())
+    levels = {record.levelname for record in caplog.records if "behind: this peer holds step" in record.getMessage()}
+    assert levels == {"DEBUG"}

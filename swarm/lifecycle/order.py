@@ -8,7 +8,8 @@ from swarm.wire.messages import CommitRecord, Operate, Order
 def changed(order: Order, wanted: Operate, num_commits: int, *, is_paused: bool) -> tuple[Order, str]:
     """The order that follows from `wanted`, and what will happen, in words.
 
-    A step under way is always ended first, so whatever is ordered begins with a committed step.
+    A step under way is always ended first, so whatever is ordered begins with a committed step. A paused run has none: it
+    stops where it stands.
 
     Args:
         order: what holds now.
@@ -25,7 +26,7 @@ def changed(order: Order, wanted: Operate, num_commits: int, *, is_paused: bool)
     if wanted.action == "pause":
         text = f"the run pauses after step {num_commits + 1}; its state is written to disk"
         return Order(paused=True, stop_at=order.stop_at), text
-    stop_at = max(num_commits + 1, wanted.at_step or 0)
+    stop_at = max(num_commits if is_paused else num_commits + 1, wanted.at_step or 0)
     return Order(stop_at=stop_at), f"the run stops after step {stop_at}; its state is written to disk"
 
 
@@ -34,7 +35,8 @@ def fault_of(wanted: Operate, num_commits: int, total_steps: int) -> str:
     if num_commits >= total_steps:
         return f"the run is over: all {total_steps} steps (total_steps) have committed"
     if wanted.at_step is not None and wanted.at_step <= num_commits:
-        return f"step {wanted.at_step} has passed: {num_commits} steps have committed; stop without --at-step ends the next one"
+        passed = f"step {wanted.at_step} has passed: {num_commits} steps have committed"
+        return f"{passed}; without --at-step the run stops as soon as it can"
     if wanted.at_step is not None and wanted.at_step > total_steps:
         return f"step {wanted.at_step} never comes: the run ends after step {total_steps} (total_steps)"
     return ""

@@ -108,11 +108,9 @@ class Coordinator:
         fault = fault_of(message, num_commits, self._config.total_steps)
         if fault:
             raise Refuse("bad_request", fault)
-        # A paused run has no step under way that would end first: it stops where it stands.
-        before = num_commits - 1 if message.action == "stop" and self._is_paused else num_commits
-        self._order, text = changed(self._order, message, before, is_paused=self._is_paused)
+        self._order, text = changed(self._order, message, num_commits, is_paused=self._is_paused)
         logger.warning("operator: %s: %s", message.action, text)
-        self.leasing.paused = self._is_paused
+        self.leasing.paused, self.leasing.finished = self._is_paused, self._is_stopped
         await self._reign.notify()
         return m.Operated(step=num_commits, text=text)
 

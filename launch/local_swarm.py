@@ -310,7 +310,8 @@ class LocalSwarm:
     @property
     def _again(self) -> str:
         """The command that goes on with the run."""
-        command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir)])
+        kept = [] if self._plan.metrics is None else ["--metrics", str(self._plan.metrics)]
+        command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir), *kept])
         return " ".join([command, *still_needed(self._described, self._plan.state_dir)])
 
     @property

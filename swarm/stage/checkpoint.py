@@ -157,7 +157,8 @@ def _require_file(path: Path) -> None:
 
 
 def _damaged(path: Path, what: object) -> StorageError:
-    reason = " ".join(str(what).split())[:300]
+    said = what.strerror if isinstance(what, OSError) and what.strerror else what
+    reason = " ".join(str(said).split())[:300]
     return StorageError(f"{path} is damaged ({reason}): put an intact copy in its place, delete its directory, or name another")
 
 

@@ -97,9 +97,9 @@ class Told(PlainView):
         self.lines.append(f"step {line['step']}")
 
 
-def swarm_in(directory: Path) -> tuple[LocalSwarm, Told]:
+def swarm_in(directory: Path, *words: str) -> tuple[LocalSwarm, Told]:
     """One that has started nothing, with a stage process for each of two stages."""
-    config, plan = resolve_plan(parse(["--stages", "2", "--state-dir", str(directory)]))
+    config, plan = resolve_plan(parse(["--stages", "2", "--state-dir", str(directory), *words]))
     picture = Picture(title="", total_steps=config.total_steps)
     view = Told(picture)
     swarm = LocalSwarm(config, plan, picture, view)
@@ -221,10 +221,10 @@ def test_a_run_that_goes_on_tells_how_many_steps_are_new(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("step", "said"), [(45, "stopped at step 45 of 60 in "), (60, "done: 60 steps in ")])
 def test_a_run_that_an_operator_ends_early_is_not_called_done(step: int, said: str, tmp_path: Path) -> None:
-    """It says how it goes on, from the checkpoint that was written as it stopped."""
+    """It says how it goes on, from the checkpoint that was written as it stopped, in the same metrics file."""
 
     async def main() -> LocalSwarm:
-        swarm, _ = swarm_in(tmp_path)
+        swarm, _ = swarm_in(tmp_path, "--metrics", str(tmp_path / "m.jsonl"))
         swarm._picture.rows["trainer-0"] = Row("launch_trainer")
         swarm._report("trainer-0", {"event": "step", "step": step, "seconds": 0.5, "loss": 3.0})
         return swarm
@@ -235,7 +235,8 @@ def test_a_run_that_an_operator_ends_early_is_not_called_done(step: int, said: s
     (text, _), *lines = swarm.summary(is_done=True)
     assert text.startswith(said)
     on = [text for text, _ in lines if text.startswith("go on from it with: ")]
-    assert on == [f"go on from it with: launch_local --state-dir {tmp_path}"] * (step < 60)
+    command = f"launch_local --state-dir {tmp_path} --metrics {tmp_path / 'm.jsonl'}"
+    assert on == [f"go on from it with: {command}"] * (step < 60)
 
 
 def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:

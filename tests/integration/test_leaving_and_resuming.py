@@ -65,10 +65,6 @@ def test_sigterm_to_a_peer_during_training_costs_no_ticket(running: Running, tmp
     async def scenario() -> None:
         await swarm.begin(peers_per_stage=2)
         await swarm.step(3)
-        shutil.copytree(swarm.state_root / "stage-0-0", swarm.state_root / "copy")
-        copy = await swarm.spawn("copy", "stage", "--stage", 0)
-        assert await copy.ended == 2, swarm.log("copy")
-        assert "start with an empty one" in swarm.log("copy")
         for number, name in enumerate(("stage-0-0", "backbone", "stage-1-1"), start=1):
             began = time.monotonic()
             assert await swarm.terminate(name, within_s=15.0) == 0, swarm.log(name)
@@ -112,6 +108,11 @@ def test_case_24_a_disk_that_refuses_a_checkpoint_stops_nothing(running: Running
         for child in stages:
             resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert await swarm.children["trainer-0"].ended == 0
+        (swarm.state_root / "copy").mkdir()  # of its directory, while the peer lives
+        shutil.copy(swarm.state_root / "stage-0-0" / "identity.json", swarm.state_root / "copy")
+        copy = await swarm.spawn("copy", "stage", "--stage", 0)
+        assert await copy.ended == 2, swarm.log("copy")
+        assert "start with an empty one" in swarm.log("copy")
         for stage in range(2):
             await swarm.terminate(f"stage-{stage}-0", within_s=15.0)
 

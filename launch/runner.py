@@ -21,8 +21,9 @@ from launch.logs import configure_logging
 from launch.reports import NO_REPORTS, Reports
 from swarm.base.errors import ConfigError, SwarmError
 
-#: A peer that was told to stop gets this long, in seconds, before its remaining tasks are dropped.
-CLOSE_TIMEOUT_S = 10.0
+#: A peer that was told to stop gets this long, in seconds, before its remaining tasks are dropped: more than it waits for
+#: what is in flight, since then it says what goes with it.
+CLOSE_TIMEOUT_S = 15.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _log = logging.getLogger(__name__)
 

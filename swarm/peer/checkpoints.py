@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """`checkpoint_copies` members of the stage write them (`checkpoint_writers`), and say so in their seals.
 
-    A disk that refuses is one error, which `on_refused` is told, and training goes on.
+    A disk that refuses is one error, which `on_refused` is told, and training goes on. So it does where a disk is slow: one
+    checkpoint is under way, and of those that are due the newest waits, as does the best.
     """
 
     def __init__(
@@ -35,6 +37,9 @@ class Checkpoints:
         self._tasks = tasks
         self._state_dir = state_dir
         self._era = 0
+        #: What is to be written, by whether it is for its loss, which is lower than any before.
+        self._waiting: dict[bool, tuple[StageState, float | None]] = {}
+        self._writer: asyncio.Task[None] | None = None
         member.on_commit.append(self._on_commit)
         link.register(m.Evaluated, self._on_evaluated)
 
@@ -47,8 +52,7 @@ class Checkpoints:
         if record.era != self._era:
             self._era, self._member.saved = record.era, ()
         if is_checkpoint_due(self._member.config, record) and self._writes(record):
-            state = self._member.versions.state()
-            self._tasks.start(self._write(state, None), f"checkpoint of step {record.step + 1}")
+            self._write_soon(self._member.versions.state(), None)
 
     async def _on_evaluated(self, message: m.Evaluated, frame: Frame, progress: Progress) -> m.Ack:
         """Nothing trains during an evaluation, so the head it was of is the newest."""
@@ -57,8 +61,27 @@ class Checkpoints:
         if record is None or record.head != message.head:
             raise Refuse("ahead", "this peer is at another head", record=record)
         if math.isfinite(message.loss) and self._writes(record):
-            self._tasks.start(self._write(member.versions.state(), message.loss), f"best checkpoint {message.step}")
+            self._write_soon(member.versions.state(), message.loss)
         return m.Ack()
+
+    def _write_soon(self, state: StageState, loss: float | None) -> None:
+        before, best = self._waiting.get(loss is not None, (None, None))
+        if loss is not None and best is not None and best <= loss:
+            return
+        if before is not None and loss is None:
+            logger.warning("the checkpoint of step %d is not written: the disk is too slow", before.version.num_commits)
+        self._waiting[loss is not None] = state, loss
+        if self._writer is None or self._writer.done():
+            self._writer = self._tasks.start(self._write_all(), "checkpoints")
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            await self._write(*self._waiting.pop(min(self._waiting)))
+
+    async def written(self) -> None:
+        """Return once all that is due is on disk, or refused."""
+        if self._writer is not None:
+            await asyncio.wait({self._writer})
 
     async def _write(self, state: StageState, loss: float | None) -> None:
         """Write `state` unless it is on disk; with a `loss` lower than any before, mark it as the best."""

@@ -7,7 +7,7 @@ import logging
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ticket
-from swarm.peer.link import Link
+from swarm.peer.link import Link, together
 from swarm.peer.passes import Passes
 from swarm.peer.reports import BatchLike, Evaluation, FeedLike, payload_of
 from swarm.wire import messages as m
@@ -43,7 +43,7 @@ class Evaluator:
             raise RemoteError(f"evaluation batch {number} found no route")
 
         try:
-            parts = await asyncio.gather(*(one(i, b) for i, b in enumerate(self._feed.eval_batches())))
+            parts = await together(*(one(i, b) for i, b in enumerate(self._feed.eval_batches())))
         except RemoteError as error:
             logger.warning("no evaluation after step %d: %s", record.step + 1, error)
             return None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, Union
 
 from swarm.base.errors import RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.base.ids import Address
+from swarm.net.exchange import one_line
 from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
 from swarm.wire.framing import Buffer, Frame
@@ -90,7 +91,7 @@ class Link:
         context = self.context
         request = Frame(message, tuple(buffers))
         if isinstance(target, Member) and target.key == (context.peer, context.incarnation):
-            reply = await self._handle(request, progress or Progress())
+            reply = await self._answer_own(request, progress or Progress())
         else:
             address = Address(target.host, target.port)
             stall = context.config.timing.request_s if stall_s is None else stall_s
@@ -100,6 +101,15 @@ class Link:
         if not isinstance(reply.message, expect):
             raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")
         return reply.message, reply
+
+
+    async def _answer_own(self, request: Frame, progress: Progress) -> Frame:
+        """A failure is told as to anybody else."""
+        try:
+            return await self._handle(request, progress)
+        except Exception as error:
+            logger.warning("own %s request failed: %s", request.message.kind, one_line(error))
+            return Frame(Refusal(code="failed", reason=one_line(error)))
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:

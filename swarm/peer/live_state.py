@@ -17,6 +17,7 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, LinkError, RemoteError, RemoteProtocolError
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.transport import Transport
+from swarm.peer.link import together
 from swarm.stage.compute import MASTER_DTYPES, stage_module
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
@@ -74,7 +75,7 @@ async def fetch_parameters(
     try:
         stages = [Layout.of(stage_module(factory, stage, config.frozen)) for stage in range(config.num_stages)]
         dtype = MASTER_DTYPES[config.precision]
-        flats = await asyncio.gather(*(
+        flats = await together(*(
             _download(asker, stage, member, manifest, layout.num_elements, dtype)
             for stage, ((member, manifest), layout) in enumerate(zip(offers, stages, strict=True))
         ))  # fmt: skip

@@ -52,7 +52,7 @@ class Passes:
             What the stages made of it, and how often it was sent again on its way because a peer failed.
 
         Raises:
-            RemoteError: nobody could take it; the wiring knows who failed.
+            RemoteError: nobody could take it; of stage 0 the wiring knows who failed.
         """
         route, result = await self._one("train", ticket, head, tensors, buffers, downstream, avoid, with_norms or None)
         self.wiring.observe(route, result.trained.hops, _num_samples(tensors))

@@ -15,7 +15,7 @@ from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator import Coordinator, Demoted
-from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -236,7 +236,7 @@ class Seat:
         # One that has moved may be announced at two stages: asked once, since it answers for the one that it serves.
         announced = {(record.peer, record.incarnation): record for roster in rosters for record in roster}
         try:
-            replies = await asyncio.gather(*(ask(record) for record in announced.values()))
+            replies = await together(*(ask(record) for record in announced.values()))
         except Demoted:
             self._highest += 1
             raise

@@ -15,7 +15,7 @@ from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
 from swarm.peer.auxiliaries import Auxiliaries
-from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.peer.round_shares import RoundShares
 from swarm.peer.stage_member import StageMember
 from swarm.wire import messages as m
@@ -60,10 +60,7 @@ class StageLeader:
         self._member.require_stage(message.stage)
         await self._member.caught_up(message.step)  # the sender may have heard of the newest record first
         self._member.step_state(message.step)  # refuses steps that are over or too far ahead
-        book = self._book(message.step)
-        while not book.is_collected:
-            await self._collected.wait()
-            book = self._book(message.step)
+        book = await self._collected_book(message.step)
         if message.term.order != book.term.order:
             raise Refuse("wrong_state", f"claims are granted at term {book.term.order}, not {message.term.order}")
         granted = []
@@ -80,6 +77,16 @@ class StageLeader:
             else:
                 reason = answer.reason
         return m.Claimed(term=book.term, granted=tuple(granted), reason=reason)
+
+    async def _collected_book(self, step: int) -> ClaimBook:
+        """Once a collection under way has ended. One that was given up, with its coordinator, never does."""
+        try:
+            async with asyncio.timeout(self._link.context.config.timing.request_s):
+                while not (book := self._book(step)).is_collected:
+                    await self._collected.wait()
+        except TimeoutError:
+            raise Refuse("wrong_state", "the ledgers are being collected") from None
+        return book
 
     async def _take_back(self, book: ClaimBook, index: int, holder: m.Member) -> None:
         """Ask the holder for its unused claim; one that cannot be reached is struck for this step."""
@@ -117,7 +124,7 @@ class StageLeader:
         self.shares.keep(message.members)
         self._auxiliaries.ask(message)
         asked = [x for x in message.members if x.key not in book.struck]
-        replies = [r for r in await asyncio.gather(*(self._collect(message, book, x) for x in asked)) if r is not None]
+        replies = [r for r in await together(*(self._collect(message, book, x) for x in asked)) if r is not None]
         seals = [reply.seal for reply in replies]
         if self._books.get(message.step) is not book:
             raise Refuse("wrong_state", "a newer term began")

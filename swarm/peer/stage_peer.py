@@ -33,7 +33,10 @@ from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
+#: A peer that leaves waits so long, in seconds, for what is in flight and for the commit that takes its gradients.
 DRAIN_S = 10.0
+#: And at most so long each time that it tells the coordinator.
+LEAVE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +134,9 @@ class StagePeer:
         self.micro_batches.accepting = lambda: membership.serving
         StateDonor(self.link, self.member)
         RestorePoints(self.link, self.member, self.context.state_dir, lambda *found: self.on_checked(*found))
-        Checkpoints(self.link, self.member, self._tasks, self.context.state_dir, lambda error: self.on_refused(error))
+        self._checkpoints = Checkpoints(
+            self.link, self.member, self._tasks, self.context.state_dir, lambda error: self.on_refused(error)
+        )  # fmt: skip
 
     def _note_end(self, record: m.CommitRecord) -> None:
         """The peer stays, for whoever needs the last state; its operator is told once that the run does not need it."""
@@ -221,7 +226,7 @@ class StagePeer:
         logger.info("moving from stage %d to stage %d", self.stage, stage)
         # Built by the compute thread: building draws random numbers, and its jobs rely on theirs.
         compute = (await self._threads.compute.run(lambda: self._compute_of(stage), Priority.CONTROL)).value
-        await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        await self._checkpoints.written()
         self._take_up(compute, before)
         await tasks.close()
         await self._threads.compute.run(before.compute.let_go, Priority.CONTROL)
@@ -233,7 +238,7 @@ class StagePeer:
     async def _leave(self, lost: Sequence[Ticket] = ()) -> bool:
         """Tell the coordinator; True if it heard."""
         try:
-            async with asyncio.timeout(self.context.config.timing.connect_s):
+            async with asyncio.timeout(LEAVE_S):
                 return await self.membership.leave(lost)
         except (SwarmError, TimeoutError):
             logger.info("left without telling the coordinator")
@@ -255,7 +260,7 @@ class StagePeer:
             "stage %d: leaving after step %d: %d tickets accumulated, %d passed on, %d failed, %d given back",
             self.stage, self.member.num_commits, served["accumulated"], served["passed"], served["failed"], len(lost),
         )  # fmt: skip
-        await self._threads.storage.run(lambda: None, Priority.EVALUATION)  # after a checkpoint that is being written
+        await self._checkpoints.written()
         await self._tasks.close()
         if self._is_known:
             await self.membership.withdraw()

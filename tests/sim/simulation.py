@@ -17,6 +17,7 @@ import torch
 from invariants import CheckedLoop, Invariants, WatchedProgress
 from small_model import PlainResult, SmallFactory, SmallFeed, one_process
 
+from launch.runner import CLOSE_TIMEOUT_S
 from swarm.base.config import RunConfig
 from swarm.base.errors import LinkBroken
 from swarm.base.ids import Address, new_incarnation
@@ -312,10 +313,11 @@ class Simulation:
         await node.peer.context.dht.close()
 
     async def leave(self, name: str) -> None:
-        """SIGTERM: the peer says so, finishes what it has and goes."""
+        """SIGTERM: the peer says so, finishes what it has and goes, in the time that a launcher gives it."""
         node = self.nodes[name]
         node.peer.stop()
-        await node.peer.close()
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await node.peer.close()
         del self.nodes[name]
 
     def move(self, name: str, target: int) -> bool:

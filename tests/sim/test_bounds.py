@@ -1,0 +1,109 @@
+"""Every wait has a deadline, and every buffer a bound, also where others do not do their part."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from phases import committed, coordinator_of, node_of
+from simulation import Simulation, check
+from small_model import small_config
+
+from swarm.base.errors import RemoteError
+from swarm.base.virtual_time import run_virtual
+from swarm.peer.evaluating import MAX_TRIES, Evaluator
+from swarm.peer.link import Refuse
+from swarm.stage.executor import Priority
+from swarm.stage.whole_checkpoint import find_complete
+from swarm.wire import messages as m
+
+
+def test_a_claim_does_not_wait_for_a_collection_that_was_given_up():
+    """The coordinator that began it is gone, or the leader gave up: the leader's own claims would wait for ever."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=8), seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 2)
+        await simulation.kill("trainer0")
+        await asyncio.sleep(1.0)
+        step = max(simulation.commits) + 1
+        leader = node_of(simulation, simulation.commits[step - 1].members[1][0]).peer
+        book = leader.leader._book(step)
+        book.is_collected = False
+        claims = leader.micro_batches._claims
+        reason = await asyncio.wait_for(claims.request(step, 0), 2 * simulation.config.timing.request_s)
+        assert "are being collected" in reason
+        book.is_collected = True
+        assert await asyncio.wait_for(claims.request(step, 0), 1.0) == "", "and it claims again"
+        await simulation.add_trainer("trainer1")
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_failure_of_a_peers_own_request_is_told_as_to_anybody_else():
+    async def main():
+        simulation = Simulation(small_config(total_steps=2), seed=3)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await simulation.began()
+        link = coordinator_of(simulation).peer.link
+
+        async def fails(message: m.Message, frame: object, progress: object) -> m.Ack:
+            raise RuntimeError("out of memory")
+
+        link.register(m.Status, fails)
+        with pytest.raises(RemoteError, match="RuntimeError: out of memory"):
+            await link.ask(link.context.member(), m.Status(), m.StatusReply)
+        await simulation.abandon()
+
+    run_virtual(main())
+
+
+def test_a_disk_that_is_slower_than_steps_writes_some_checkpoints_and_the_last(tmp_path, caplog):
+    config = small_config(total_steps=24, checkpoint_every=1, checkpoint_copies=2, checkpoint_keep=3)
+
+    async def main():
+        simulation = Simulation(config, seed=5, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        slow = simulation.nodes["stage1.0"].peer
+        slow._threads.storage._duration = lambda priority: 3.0 if priority == Priority.EVALUATION else 0.0005
+        most = 0
+
+        def look(record: m.CommitRecord) -> None:
+            nonlocal most
+            most = max(most, len(slow._threads.storage._heap) + len(slow._checkpoints._waiting))
+
+        slow.member.on_commit.append(look)
+        await simulation.finish()
+        assert most <= 2, "one is under way, another waits"
+        await slow._checkpoints.written()
+        assert find_complete([tmp_path])[0].record.step + 1 == 24
+        await simulation.close()
+
+    run_virtual(main())
+    assert "is not written: the disk is too slow" in caplog.text
+
+
+def test_an_evaluation_that_fails_leaves_nobody_at_work():
+    record = SimpleNamespace(step=3, head="h", members=())
+    batches = [SimpleNamespace(inputs={}, labels={})] * 5
+    asked: list[int] = []
+
+    async def evaluate(ticket: object, head: str, tensors: object, buffers: object) -> None:
+        asked.append(ticket.index)  # type: ignore[attr-defined]
+        if ticket.index == 0:  # type: ignore[attr-defined]
+            raise Refuse("no_candidate", "nobody")
+        await asyncio.sleep(3600.0)
+
+    async def main():
+        link = SimpleNamespace(context=SimpleNamespace(config=SimpleNamespace(num_stages=3)))
+        evaluator = Evaluator(link, SimpleNamespace(evaluate=evaluate), SimpleNamespace(eval_batches=lambda: batches))
+        assert await evaluator.evaluate(record) is None
+        assert asked.count(0) == MAX_TRIES
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())

@@ -30,8 +30,6 @@ from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Coordinator", "Demoted"]
-
 
 class Coordinator:
     """One reign: from election with `ballot` until the run is finished or a higher ballot appears.

@@ -14,8 +14,9 @@ from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
-from swarm.peer.coordinator import Coordinator, Demoted
+from swarm.peer.coordinator import Coordinator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.peer.reign import Demoted
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -74,7 +75,7 @@ class Seat:
             self.changed.set()
 
     async def run(self) -> None:
-        """Watch and stand for ever (until the run is finished under this peer's own reign)."""
+        """Watch and stand until this peer retires."""
         silent = 0
         while not self._retiring:
             if await self._find():
@@ -90,8 +91,7 @@ class Seat:
             if await self._find():
                 continue
             try:
-                if await self._stand():
-                    return
+                await self._stand()
             except Demoted as demoted:
                 logger.info("no longer coordinator: %s", demoted)
             except (LinkError, RemoteError) as error:
@@ -137,8 +137,8 @@ class Seat:
         self._know(None)
         return False
 
-    async def _stand(self) -> bool:
-        """One candidacy; True if it reigned until the run was finished."""
+    async def _stand(self) -> None:
+        """One candidacy, and the reign that follows if it is elected: a reign ends by an exception only."""
         ballot = Ballot(self._highest + 1, self.context.peer)
         self._highest += 1
         replies = await self._elect(ballot)
@@ -150,7 +150,7 @@ class Seat:
         if record is not None and len(stages) < self.context.config.num_stages:
             missing = sorted(set(range(self.context.config.num_stages)) - stages)
             self._warn(f"not elected: no member of stages {missing} answers")
-            return False
+            return
         self._told = ""
         coordinator = Coordinator(
             self._link, self._tasks, ballot, self._live_rosters, record=record,
@@ -188,7 +188,6 @@ class Seat:
         finally:
             for helper in helpers:
                 helper.cancel()
-        return True
 
     async def _doubt(self, coordinator: Coordinator) -> None:
         """A candidate that nobody could tell of a record goes on looking: the run may have begun without it."""

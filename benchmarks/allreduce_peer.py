@@ -64,7 +64,7 @@ def context_of(config: RunConfig, seed: int, advertise_host: str, **transport: A
     dht = MemoryDht(MemoryDhtNetwork(rng), identity=(identity := Identity.ephemeral(rng)), address=http.address)
     return PeerContext(
         config=config, config_bytes=config.to_bytes(), identity=identity, incarnation=new_incarnation(rng), transport=http,
-        dht=dht, rng=rng, role="stage", advertise_host=advertise_host,
+        dht=dht, rng=rng, advertise_host=advertise_host,
     )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def train(argv: list[str]) -> int:
 
     def serve(options: argparse.Namespace, words: list[str], reports: Any) -> int:
         async def build() -> Any:
-            context, run = await compose(options, "trainer", max_inflight_bytes=2**30)
+            context, run = await compose(options, max_inflight_bytes=2**30)
             paths = run.paths.overridden_by(options)
             feed = open_feed(context.config, paths.data, None, None)
             return Trainer(context, feed=feed, in_flight=options.in_flight, router=scheduler), lambda: None

@@ -51,7 +51,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
     async def build() -> tuple[Backbone, Callable[[], None]]:
         limit_bytes = available_memory() // 4
-        context, _ = await compose(options, "backbone", max_inflight_bytes=limit_bytes)
+        context, _ = await compose(options, max_inflight_bytes=limit_bytes)
         aggregator = _aggregator(context.config, limit_bytes) if options.aggregate else None
         peer = Backbone(context, aggregator)
         return peer, lambda: announce(PROGRAM, argv, context, "the backbone", announcer, reports)

@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from setproctitle import setproctitle
 
@@ -82,9 +81,7 @@ async def find_run(options: Namespace, transport: HttpTransport) -> KnownRun:
     return KnownRun(config_bytes=config.to_bytes(), paths=paths)
 
 
-async def compose(
-    options: Namespace, role: Literal["stage", "trainer", "backbone"], *, max_inflight_bytes: int
-) -> tuple[PeerContext, KnownRun]:
+async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerContext, KnownRun]:
     """Bind the port, find the run, load the identity. Nothing is served yet.
 
     Raises:
@@ -116,7 +113,6 @@ async def compose(
         dht=KademliaDht(identity=identity, sock=udp, advertise_host=advertise_host,
                         contacts_path=None if options.state_dir is None else options.state_dir / CONTACTS_FILE),
         rng=random.Random(random.SystemRandom().getrandbits(64)),
-        role=role,
         advertise_host=advertise_host,
         bootstrap=run.bootstrap,
         state_dir=options.state_dir,

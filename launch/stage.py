@@ -107,7 +107,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
     async def build() -> tuple[StagePeer, Callable[[], None]]:
-        context, run = await compose(options, "stage", max_inflight_bytes=options.memory_limit or available_memory() // 4)
+        context, run = await compose(options, max_inflight_bytes=options.memory_limit or available_memory() // 4)
         build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model)
         stage = await _choose(options, context, device, flops_per_s)
         peer = build(stage)

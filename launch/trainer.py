@@ -60,7 +60,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     metrics = MetricsFile(options.metrics)
 
     async def build() -> tuple[Trainer, Callable[[], None]]:
-        context, run = await compose(options, "trainer", max_inflight_bytes=available_memory() // 4)
+        context, run = await compose(options, max_inflight_bytes=available_memory() // 4)
         paths = run.paths.overridden_by(options).with_tokenizer()
         total_steps = context.config.total_steps
 

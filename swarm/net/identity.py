@@ -93,10 +93,6 @@ class Identity:
             raise ValueError("sequence")
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(fields["private_key"])), path, sequence=sequence)
 
-    def sign(self, data: bytes) -> bytes:
-        """The 64-byte signature of `data`."""
-        return self.private_key.sign(data)
-
     def sign_record(self, key: str, record: PeerRecord) -> SignedRecord:
         """Sign `record` for `key`; see `wire.records.sign_record`."""
         return sign_record(self.private_key, key, record)

@@ -14,7 +14,7 @@ from swarm.base.errors import StorageError, SwarmError
 from swarm.peer.context import aggregator_key, coordinator_key
 from swarm.peer.link import Link
 from swarm.wire.messages import Member
-from swarm.wire.records import PeerRecord, sign_record
+from swarm.wire.records import PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ async def announce(link: Link, key: str, record: PeerRecord) -> None:
     """Publish one signed record; a failure is logged, the next round tries again."""
     context = link.context
     try:
-        await context.dht.publish(key, sign_record(context.identity.private_key, key, record))
+        await context.dht.publish(key, context.identity.sign_record(key, record))
     except (SwarmError, OSError) as error:
         logger.warning("could not announce under %s: %s", key[-24:], error)
 

@@ -6,7 +6,6 @@ import functools
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.ids import Address, Incarnation, PeerId, RunId
@@ -45,7 +44,6 @@ class PeerContext:
     transport: Transport
     dht: Dht
     rng: random.Random
-    role: Literal["stage", "trainer", "backbone"]
     advertise_host: str
     bootstrap: tuple[Address, ...] = ()
     #: Where a stage peer's checkpoints go; None keeps none.

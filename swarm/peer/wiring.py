@@ -63,6 +63,3 @@ class Wiring:
         key = next((key for key in self._members[stage] if key[0] == peer), None)
         if key is not None:
             self._routers[stage].failed(key, now=now, waited_s=waited_s, num_samples=num_samples)
-
-    def next_unban(self, stage: int, now: float) -> float | None:
-        return self._routers[stage].next_unban(now)

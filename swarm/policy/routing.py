@@ -146,10 +146,6 @@ class StageRouter:
         peer.num_failures = failures + 1
         peer.banned_until = now + min(self._max_ban_s, FIRST_BAN_S * 2 ** (peer.num_failures - 1))
 
-    def next_unban(self, now: float) -> float | None:
-        """Seconds until the first banned peer may be tried again; None if there is no peer at all."""
-        return min((max(0.0, p.banned_until - now) for p in self._peers.values()), default=None)
-
     def seconds_per_sample(self, key: Key) -> float | None:
         peer = self._peers.get(key)
         return peer.seconds_per_sample if peer else None

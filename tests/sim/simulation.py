@@ -200,9 +200,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    def _context(
-        self, name: str, role: str, *, same_port: bool = False, state_dir: Path | None = None
-    ) -> PeerContext:
+    def _context(self, name: str, *, same_port: bool = False, state_dir: Path | None = None) -> PeerContext:
         if same_port and name in self._addresses:
             address = self._addresses[name]
             self.dht_network.heal([address])
@@ -219,8 +217,7 @@ class Simulation:
             config=self.config, config_bytes=self.config.to_bytes(), identity=identity,
             incarnation=new_incarnation(self.rng), transport=transport,
             dht=MemoryDht(self.dht_network, identity=identity, address=address, replication=DHT_REPLICATION),
-            rng=random.Random(self.rng.getrandbits(64)),
-            role=role, advertise_host=address.host, bootstrap=tuple(live[:3]),  # type: ignore[arg-type]
+            rng=random.Random(self.rng.getrandbits(64)), advertise_host=address.host, bootstrap=tuple(live[:3]),
             state_dir=state_dir,
         )  # fmt: skip
 
@@ -233,7 +230,7 @@ class Simulation:
         return duration
 
     async def add_backbone(self, name: str, *, aggregates: bool = False, limit_bytes: int = 2**30) -> Node:
-        context = self._context(name, "backbone")
+        context = self._context(name)
 
         def aggregator(link: Link) -> Aggregator:
             return Aggregator(link, InlineExecutor(lambda priority: 0.0005), limit_bytes=limit_bytes)
@@ -246,7 +243,7 @@ class Simulation:
     ) -> Node:
         """A name that was there before is the same identity; with `same_port` it is found at the same address, too."""
         state_dir = self._state_dir / name if keeps and self._state_dir is not None else None
-        context = self._context(name, "stage", same_port=same_port, state_dir=state_dir)
+        context = self._context(name, same_port=same_port, state_dir=state_dir)
         executor = _Executor(self, self._duration(name))
         peer = StagePeer(
             context, stage=stage, factory=self.factory,
@@ -272,7 +269,7 @@ class Simulation:
         self.commits[record.step] = record
 
     async def add_trainer(self, name: str, **options: object) -> Node:
-        context = self._context(name, "trainer")
+        context = self._context(name)
         node = Node(name, context.transport.address, context.identity, None)  # type: ignore[arg-type]
         node.peer = Trainer(
             context, feed=self.feed, on_step=node.reports.append, on_evaluation=node.evaluations.append,

@@ -39,7 +39,7 @@ def context_of(transport: Transport, seed: int) -> PeerContext:
     identity = Identity.ephemeral(rng)
     return PeerContext(
         config=CONFIG, config_bytes=CONFIG.to_bytes(), identity=identity, incarnation=new_incarnation(rng), transport=transport,
-        dht=MemoryDht(MemoryDhtNetwork(rng), identity=identity, address=Address("nowhere", 1)), rng=rng, role="backbone",
+        dht=MemoryDht(MemoryDhtNetwork(rng), identity=identity, address=Address("nowhere", 1)), rng=rng,
         advertise_host=transport.address.host,
     )  # fmt: skip
 

@@ -197,16 +197,13 @@ def test_candidates_are_bounded_and_distinct() -> None:
     assert len(set(order)) == len(order) == 4
 
 
-def test_nobody_left_says_so_and_until_when() -> None:
+def test_nobody_left() -> None:
     stage = router(A, B)
     stage.failed(A, now=0.0)
     stage.failed(B, now=0.0)
     stage.failed(B, now=0.0)
     assert stage.candidates(1, now=0.5) == []
-    assert stage.next_unban(0.5) == pytest.approx(0.5)
-    assert stage.next_unban(5.0) == 0.0
     assert router().candidates(1, now=0.0) == []
-    assert router().next_unban(0.0) is None
 
 
 def test_what_fails_at_once_is_one_failure() -> None:
@@ -214,6 +211,6 @@ def test_what_fails_at_once_is_one_failure() -> None:
     stage = router(A)
     for _ in range(8):
         stage.failed(A, now=5.0)
-    assert stage.next_unban(5.0) == 1.0
+    assert [stage.candidates(1, now=now) for now in (5.9, 6.0)] == [[], [A]]
     stage.failed(A, now=6.0)
-    assert stage.next_unban(6.0) == 2.0, "the next attempt failed, too"
+    assert [stage.candidates(1, now=now) for now in (7.9, 8.0)] == [[], [A]], "the next attempt failed, too"

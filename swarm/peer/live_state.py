@@ -18,6 +18,7 @@ from swarm.base.errors import ConfigError, LinkError, RemoteError, RemoteProtoco
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.transport import Transport
 from swarm.peer.link import together
+from swarm.peer.state_transfer import MASTERS, RANGE_ELEMENTS
 from swarm.stage.compute import MASTER_DTYPES, stage_module
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
@@ -27,10 +28,6 @@ from swarm.wire.compression import decode_tensor
 from swarm.wire.framing import Frame
 
 M = TypeVar("M", bound=m.Message)
-
-_MASTERS = "masters"
-#: As many as a donor gives at once.
-_CHUNK_ELEMENTS = 2**20
 
 
 class _Asker:
@@ -125,17 +122,17 @@ async def _one_head(
 async def _download(
     asker: _Asker, stage: int, member: m.Member, manifest: m.StateManifest, num_elements: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    [(_, dtype_name, length, digest)] = [entry for entry in manifest.entries if entry[0] == _MASTERS] or [("", "", -1, "")]
+    [(_, dtype_name, length, digest)] = [entry for entry in manifest.entries if entry[0] == MASTERS] or [("", "", -1, "")]
     if length != num_elements or dtype_name != str(dtype).removeprefix("torch."):
         raise RemoteError(f"stage {stage}: {length} elements of {dtype_name or 'nothing'} are offered, {num_elements} expected")
     flat = torch.empty(num_elements, dtype=dtype)
-    for offset in range(0, num_elements, _CHUNK_ELEMENTS):
+    for offset in range(0, num_elements, RANGE_ELEMENTS):
         wanted = m.StateRange(
-            run=asker.run, stage=stage, head=manifest.record.head, name=_MASTERS, offset=offset, length=_CHUNK_ELEMENTS,
+            run=asker.run, stage=stage, head=manifest.record.head, name=MASTERS, offset=offset, length=RANGE_ELEMENTS,
             reader=asker.reader,
         )  # fmt: skip
         _, frame = await asker.ask(member, wanted, m.StateChunk)
-        target = flat[offset : offset + _CHUNK_ELEMENTS]
+        target = flat[offset : offset + RANGE_ELEMENTS]
         part = decode_tensor(*frame.only_tensor())
         if part.shape != target.shape:
             raise RemoteError(f"stage {stage}: a range came back with the wrong length")

@@ -19,9 +19,9 @@ from swarm.averaging.reduction import AUXILIARY_WINDOW, Payload, RoundFailed
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
-from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember
+from swarm.peer.stage_member import StageMember
 from swarm.peer.step_state import StepState, Turns
-from swarm.peer.tied_sums import TiedSums
+from swarm.peer.tied_sums import CHUNK_ELEMENTS, TiedSums
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority

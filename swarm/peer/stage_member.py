@@ -27,9 +27,6 @@ from swarm.stage.moments import Moments
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 
-#: Elements of an average or a state that one request moves.
-CHUNK_ELEMENTS = 2**22
-
 
 class StageMember(CommittedState):
     """The step protocol at one peer of one stage."""

@@ -44,11 +44,11 @@ _DTYPES = {
 #: Entries of parameters that are not trained: never changed, and only asked for by a peer that has no files.
 _FROZEN = "frozen/"
 #: Entries of parameters; the others are those of the optimizer's state.
-_MASTERS, _PREVIOUS = "masters", "previous"
+MASTERS, _PREVIOUS = "masters", "previous"
 
 
 def _tensors(state: StageState) -> dict[str, torch.Tensor]:
-    tensors = {_MASTERS: state.version.masters, **state.optimizer.tensors}
+    tensors = {MASTERS: state.version.masters, **state.optimizer.tensors}
     if state.previous is not None:
         tensors[_PREVIOUS] = state.previous.masters
     return tensors
@@ -188,7 +188,7 @@ class _Incoming:
             target = compute.frozen.get(name.removeprefix(_FROZEN)) if name.startswith(_FROZEN) else None
             if target is not None:
                 num_elements, dtype = target.numel(), target.dtype
-            elif name in (_MASTERS, _PREVIOUS):
+            elif name in (MASTERS, _PREVIOUS):
                 num_elements, dtype = compute.layout.num_elements, compute.master_dtype
             elif name in member.moments.entries:
                 dtype, layout = member.moments.entries[name]
@@ -266,12 +266,12 @@ class _Incoming:
                 tensors[name] = flat.to(self._member.moments.home if is_moment else compute.device)
         compute.has_frozen = True
         moments = self._member.moments.entries
-        if set(tensors) - {_PREVIOUS} != {_MASTERS, *moments}:
+        if set(tensors) - {_PREVIOUS} != {MASTERS, *moments}:
             raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
         previous = None
         if self.manifest.previous is not None and _PREVIOUS in tensors:
             previous = make_version(self.manifest.previous, compute.layout, tensors[_PREVIOUS], compute.dtype)
-        version = make_version(self.manifest.record, compute.layout, tensors[_MASTERS], compute.dtype)
+        version = make_version(self.manifest.record, compute.layout, tensors[MASTERS], compute.dtype)
         optimizer = OptimizerState({name: tensors[name] for name in moments}, self.manifest.num_updates)
         return StageState(version, optimizer, previous)
 

@@ -19,7 +19,7 @@ from swarm.averaging.tied import Tied, TiedRange, TiedRanges
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
-from swarm.peer.stage_member import CHUNK_ELEMENTS, StageMember
+from swarm.peer.stage_member import StageMember
 from swarm.peer.step_state import OwnSums, StepState
 from swarm.stage.accumulator import is_finite
 from swarm.stage.executor import Priority
@@ -29,6 +29,9 @@ from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
+
+#: Elements of an average, or of a sum that goes into it, that one request moves.
+CHUNK_ELEMENTS = 2**22
 
 
 class TiedSums:

@@ -14,7 +14,7 @@ from simulation import Simulation, check
 from small_model import small_config
 
 from swarm.base.virtual_time import run_virtual
-from swarm.peer import stage_member, state_transfer
+from swarm.peer import state_transfer
 from swarm.peer.link import Refuse, RefusedBy
 from swarm.peer.restore import RestorePoints
 from swarm.peer.state_transfer import StateDonor
@@ -25,7 +25,6 @@ from swarm.wire import messages as m
 def small_ranges(monkeypatch):
     """The test model's 42 parameters in 14 ranges a tensor."""
     monkeypatch.setattr(state_transfer, "RANGE_ELEMENTS", 3)
-    monkeypatch.setattr(stage_member, "CHUNK_ELEMENTS", 3)
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ class MicroBatchServer:
         if self._compute.last:
             self._room = asyncio.Semaphore(GRAPHS_OF_LAST_STAGE)
         self.accepting: Callable[[], bool] = lambda: True
-        #: Requests by their phase, of those under way, and the ends of all so far.
+        #: The requests that have ended, by their last phase.
         self.phases: Counter[str] = Counter()
         self.in_flight = 0
         self.recomputed = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from swarm.base.ids import RunId
+from swarm.base.replace_file import replace_file
 
 STAGE_FILE = "stage.json"
 logger = logging.getLogger(__name__)
@@ -15,10 +15,8 @@ logger = logging.getLogger(__name__)
 
 def remember_stage(directory: Path, run: RunId, stage: int) -> None:
     """Replace what was remembered before; a disk that is full costs a restart at the wrong stage, and no more."""
-    temporary = directory / f"{STAGE_FILE}.new"
     try:
-        temporary.write_text(json.dumps({"run": run, "stage": stage}))
-        os.replace(temporary, directory / STAGE_FILE)
+        replace_file(directory / STAGE_FILE, json.dumps({"run": run, "stage": stage}).encode())
     except OSError as error:
         logger.error("%s: the stage is not remembered: %s", directory, error.strerror)
 

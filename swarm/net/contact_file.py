@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from swarm.base.errors import StorageError
 from swarm.base.ids import Address
+from swarm.base.replace_file import replace_file
 
 MAX_CONTACTS = 64
 _MAX_FILE_BYTES = 16384
@@ -41,10 +41,8 @@ class ContactFile:
             StorageError: it cannot be written.
         """
         fields = {"contacts": [list(address) for address in contacts[:MAX_CONTACTS]]}
-        temporary = self._path.with_name(f".{self._path.name}.new")
-        try:
-            temporary.write_text(json.dumps(fields))
-            os.replace(temporary, self._path)
+        try:  # the node's loop does not wait for a busy disk: this is a hint, written twice a minute
+            replace_file(self._path, json.dumps(fields).encode(), durable=False)
         except OSError as error:
             raise StorageError(f"contacts cannot be kept in {self._path}: {error.strerror}") from None
 

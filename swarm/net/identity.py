@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import random
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import PeerId, peer_id_of
+from swarm.base.replace_file import replace_file
 from swarm.wire.records import PeerRecord, SignedRecord, sign_record
 
 #: Sequence numbers reserved by one write of the file; a restart skips what is left of the block.
@@ -118,7 +118,7 @@ class Identity:
                     self._next = max(self._next, self._parse(content, self._path)._next)
                 reserved = self._next + SEQUENCE_BLOCK
                 fields = {"private_key": self.private_key.private_bytes_raw().hex(), "sequence": reserved}
-                _replace_file(self._path, json.dumps(fields).encode())
+                replace_file(self._path, json.dumps(fields).encode(), mode=0o600)
         except OSError as error:
             raise StorageError(f"identity file {self._path} cannot be written: {error.strerror}") from None
         self._reserved = reserved
@@ -145,24 +145,3 @@ def _locked(path: Path) -> Iterator[bytes]:
             if not replaced:
                 yield file.read(_MAX_FILE_BYTES + 1)
                 return
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Make `data` the durable content of `path`; after a crash it holds either the old or the new bytes, whole."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -7,11 +7,11 @@ again while others may hold more. Owns one small file; must not know what is dec
 from __future__ import annotations
 
 import logging
-import os
 
 from pydantic import ValidationError
 
 from swarm.base.config import first_problem
+from swarm.base.replace_file import replace_file
 from swarm.lifecycle.record import fault_of, is_checkpoint_due
 from swarm.peer.context import PeerContext
 from swarm.wire import messages as m
@@ -74,10 +74,8 @@ class Milestone:
         self.record = record
         if self._path is None:
             return
-        temporary = self._path.with_name(f".{self._path.name}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(record.model_dump_json())
-            os.replace(temporary, self._path)
+            replace_file(self._path, record.model_dump_json().encode())
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)

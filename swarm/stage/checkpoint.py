@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from swarm.base.config import RunConfig, first_problem
 from swarm.base.errors import ConfigError, StorageError
+from swarm.base.replace_file import replace_file
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
@@ -237,10 +238,8 @@ def mark_best(checkpoint: Path, loss: float) -> None:
         StorageError: if the disk refuses; the mark that was there before is intact.
     """
     target = checkpoint.parent / _BEST_FILE
-    partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     try:
-        partial.write_text(json.dumps({"directory": checkpoint.name, "loss": loss}))
-        partial.replace(target)
+        replace_file(target, json.dumps({"directory": checkpoint.name, "loss": loss}).encode())
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error}") from None
 

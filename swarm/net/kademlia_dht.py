@@ -1,6 +1,6 @@
 """The discovery interface over UDP with Kademlia: one node that shares its port number with the peer's HTTP transport.
 
-Owns the socket's creation and the public face. Read on in `kademlia_server` (upkeep), `kademlia_lookups` and
+Owns the socket and the public face. Read on in `kademlia_server` (upkeep), `kademlia_lookups` and
 `kademlia_crawl` (reading), `kademlia_rpc` and `kademlia_calls` (asking), `kademlia_answers` (answering),
 `datagram_socket` (sending), `kademlia_routing` and `known_addresses` (who is there, and how far), `record_storage`
 (records). Must not know what records mean.
@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from swarm.base.errors import ConfigError, StorageError
+from swarm.base.errors import StorageError
 from swarm.base.ids import Address
 from swarm.net.contact_file import ContactFile
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
 from swarm.net.kademlia_server import RecordServer, ServerTiming
+from swarm.net.ports import bind_udp
 from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
 
@@ -82,7 +83,7 @@ class KademliaDht(Dht):
         if self._server is not None:
             raise RuntimeError("this DHT node was started before")
         if self._sock is None:
-            self._sock = await _bind(self._bind)
+            self._sock = bind_udp(*self._bind)
         self._address = Address(*self._sock.getsockname()[:2])
         storage = RecordStorage(
             now=self._clock or asyncio.get_running_loop().time, verifier=self._verifier, limits=self._limits,
@@ -161,30 +162,3 @@ class KademliaDht(Dht):
             return self._address
         observed = self._running.protocol.observed
         return Address(observed[0] if observed is not None else "127.0.0.1", self._address.port)
-
-
-async def _bind(address: Address) -> socket.socket:
-    """A UDP socket bound to `address`; on `::` it takes IPv4 as well.
-
-    Raises:
-        ConfigError: naming the address.
-    """
-    sock: socket.socket | None = None
-    try:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, socket_address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.setblocking(False)
-        sock.bind(socket_address)
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        raise ConfigError(
-            f"cannot listen on UDP {address}: {error.strerror}; choose another --host or --port"
-        ) from None
-    return sock

@@ -25,6 +25,12 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return _bind(host, family, socket.SOCK_STREAM, address)
 
 
+def bind_udp(host: str, port: int) -> socket.socket:
+    """A UDP socket, as `bind_tcp`."""
+    family, address = _resolve(host, port)
+    return _bind(host, family, socket.SOCK_DGRAM, address)
+
+
 def bind_tcp_and_udp(host: str, port: int) -> tuple[socket.socket, socket.socket, int]:
     """A listening TCP and a UDP socket on the same port number, not blocking; port 0 picks one that is free for both.
 

@@ -76,6 +76,7 @@ class Milestone:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, record.model_dump_json().encode())
+            # The event loop waits for no disk, which at a checkpoint may be busy for seconds.
+            replace_file(self._path, record.model_dump_json().encode(), durable=False)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)

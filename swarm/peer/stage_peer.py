@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 #: A peer that leaves waits so long, in seconds, for what is in flight and for the commit that takes its gradients.
 DRAIN_S = 10.0
 #: And at most so long each time that it tells the coordinator.
-LEAVE_S = 2.0
+LEAVE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)

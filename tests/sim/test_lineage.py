@@ -159,8 +159,8 @@ def test_a_run_resumes_from_disk_after_everyone_was_killed(tmp_path):
 @pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize(
     ("after_s", "is_empty", "waiting_for"),
-    [(12.0, False, "with them the run goes on at step "), (100.0, False, "with them the run goes on at step "),
-     (100.0, True, "(stage 0: {kept}; stage 1: none; stage 2: {kept})")],
+    [(12.0, False, "with them the run goes on at step "), (40.0, False, "with them the run goes on at step "),
+     (40.0, True, "(stage 0: {kept}; stage 1: none; stage 2: {kept})")],
 )  # fmt: skip
 def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s, is_empty, waiting_for, steps):
     """Only one peer of each stage wrote it, and that of stage 1 starts late, or is there and has lost it: nothing is begun
@@ -347,11 +347,11 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew(tmp_path, caplog, copies):
     """Nor by a peer that never had one, which could begin again; it goes on once there is an intact copy."""
-    config = small_config(total_steps=4, checkpoint_copies=copies)
+    config = small_config(total_steps=4, checkpoint_copies=copies, timing={"stage_lost_s": 20.0})
 
     async def main():
         second = await resumed_where_it_ended(config, tmp_path, lambda path: path.parts[-2] == "stage-1", keep=tmp_path / "kept")
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(40.0)
         assert not second.commits
         waiting = second.nodes["backbone0"].peer.seat.coordinator.waiting_for
         assert waiting.startswith("intact checkpoints: damaged are those of stage 1 at peer ")
@@ -367,11 +367,11 @@ def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew
 
 
 @pytest.mark.parametrize("how", ["its replies are lost", "it fails"])
-@pytest.mark.parametrize("after_s", [12.0, 100.0])
+@pytest.mark.parametrize("after_s", [12.0, 40.0])
 def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tmp_path, caplog, monkeypatch, how, after_s):
     """Only one peer of stage 1 wrote the only checkpoint, and no record tells that all stages had theirs."""
     caplog.set_level(logging.INFO)
-    config = small_config(total_steps=4, checkpoint_copies=1)
+    config = small_config(total_steps=4, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
     scan = restore.scan
 
     async def main():
@@ -493,7 +493,7 @@ def test_those_who_hold_nothing_do_not_begin_again_without_those_who_hold_the_ne
 
 def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_path):
     """It has no state directory itself, and neither have those that stay."""
-    config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1)
+    config = small_config(total_steps=7, checkpoint_every=2, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
 
     async def main():
         simulation = await killed_after(config, tmp_path, 5)
@@ -510,7 +510,7 @@ def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_
         await asyncio.sleep(5.0)
         assert "with them the run goes on at step 4" in second.describe()
         await second.kill(witness)
-        await asyncio.sleep(100.0)
+        await asyncio.sleep(40.0)
         assert not second.commits
         assert "with them the run goes on at step 4" in second.describe()
         await second.close()

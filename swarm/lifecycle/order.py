@@ -42,6 +42,7 @@ def fault_of(wanted: Operate, num_commits: int, total_steps: int) -> str:
     return ""
 
 
-def is_stopped(record: CommitRecord) -> bool:
-    """No step follows `record`, until an operator has the run go on."""
-    return record.order.stop_at is not None and record.step + 1 >= record.order.stop_at
+def is_stopped(record: CommitRecord, order: Order | None = None) -> bool:
+    """No step follows `record`, until an operator has the run go on; by its own order, or a later one."""
+    stop_at = (order or record.order).stop_at
+    return stop_at is not None and record.step + 1 >= stop_at

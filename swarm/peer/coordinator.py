@@ -15,7 +15,7 @@ from typing import Any
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import Coverage, coverage_of
-from swarm.lifecycle.order import changed, fault_of
+from swarm.lifecycle.order import changed, fault_of, is_stopped
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
@@ -120,7 +120,7 @@ class Coordinator:
     @property
     def _is_stopped(self) -> bool:
         """As many steps have committed as an operator asked for."""
-        return self._order.stop_at is not None and self.record is not None and self.record.step + 1 >= self._order.stop_at
+        return self.record is not None and is_stopped(self.record, self._order)
 
     async def on_join(self, message: m.Join) -> m.Joining:
         """A stage peer wants to be listed in the next record, or to leave."""

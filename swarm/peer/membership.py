@@ -26,6 +26,23 @@ from swarm.wire.records import PeerRecord
 logger = logging.getLogger(__name__)
 
 
+class _Lasting:
+    """What an operator is told once it lasts, and again each time that it becomes another."""
+
+    def __init__(self) -> None:
+        self._told = ""
+        self._tell_at = math.inf
+
+    def is_news(self, text: str) -> bool:
+        """Note that it is so now; "" is nothing to tell."""
+        now = asyncio.get_running_loop().time()
+        self._tell_at = min(self._tell_at, now + WAITING_TOLD_S)
+        is_news = now >= self._tell_at and text not in ("", self._told)
+        if is_news:
+            self._told = text
+        return is_news
+
+
 class Membership:
     """The loops that keep one stage peer a member."""
 
@@ -40,12 +57,8 @@ class Membership:
         self.answered_by: m.Member | None = None
         #: The first record that listed this peer at another stage.
         self._moved_by: m.CommitRecord | None = None
-        #: The last failure of downloads that an operator was told, and from when on these are.
-        self._told = ""
-        self._warn_at = math.inf
-        #: What the run waits for, as it was last logged; and from when on it is.
-        self._told_wait = ""
-        self._tell_at = math.inf
+        #: Why downloads fail, and what the run waits for, while this peer is no full member.
+        self._failing, self._waiting = _Lasting(), _Lasting()
         member.on_commit.append(lambda record: self._poke.set())
 
     @property
@@ -92,8 +105,7 @@ class Membership:
             if wanted and self.state != "draining":
                 self._tell_what_is_waited_for(await self._ask_to_join())
             else:
-                self._tell_at, self._told_wait = math.inf, ""
-                self._warn_at, self._told = math.inf, ""
+                self._failing, self._waiting = _Lasting(), _Lasting()
             try:
                 # Pre-genesis and joining peers ask often; members wake up on records and look in rarely.
                 async with asyncio.timeout(timing.request_s / 8 if wanted else timing.request_s):
@@ -103,12 +115,9 @@ class Membership:
 
     def _tell_what_is_waited_for(self, joining: m.Joining | None) -> None:
         """No record lists this peer for some time: in the coordinator's words, each time that they become others."""
-        now = asyncio.get_running_loop().time()
-        self._tell_at = min(self._tell_at, now + WAITING_TOLD_S)
         wait = "a coordinator: no backbone or trainer answers" if joining is None else joining.waiting_for
-        if now >= self._tell_at and wait not in ("", self._told_wait) and not wait.startswith(USUAL_WAITS):
+        if self._waiting.is_news("" if wait.startswith(USUAL_WAITS) else wait):
             logger.info("stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, wait)
-            self._told_wait = wait
 
     async def _follow(self) -> None:
         """Move along the table after what the newest record says of this peer."""
@@ -175,7 +184,9 @@ class Membership:
         try:
             state = await download(self._link, member, donors, min_step=record.step)
         except (LinkError, RemoteError) as error:
-            self._tell_what_fails(str(error))
+            # Tried again twice a second, and after a restart it is soon well.
+            level = logging.WARNING if self._failing.is_news(str(error)) else logging.DEBUG
+            logger.log(level, "stage %d: %s", member.stage, error)
             await self._catch_up(donors)
             return
         async with member.commit_lock:
@@ -194,15 +205,6 @@ class Membership:
             await member.refresh_digest()
             self._move("synced")
             logger.info("stage %d: state of step %d is complete", member.stage, member.num_commits)
-
-    def _tell_what_fails(self, error: str) -> None:
-        """Tried again twice a second, and after a restart it is soon well: a warning once it lasts, until it is another."""
-        now = asyncio.get_running_loop().time()
-        self._warn_at = min(self._warn_at, now + WAITING_TOLD_S)
-        is_news = now >= self._warn_at and error != self._told
-        logger.log(logging.WARNING if is_news else logging.DEBUG, "stage %d: %s", self._member.stage, error)
-        if is_news:
-            self._told = error
 
     async def _catch_up(self, donors: list[m.Member]) -> None:
         """Learn the newest record from anyone who has one."""

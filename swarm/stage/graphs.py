@@ -3,9 +3,9 @@ them. Owns the trial of which is faster, captured memory and which micro-batch u
 messages.
 
 Captured kernels read and write fixed places. So a captured call, a forward and its backward, holds one micro-batch at a
-time, until its gradients are in the sum, and as many are captured as are under way at once. What they share is used by one
-after the other, in the order of the device's stream: a copy of the parameters, into which a version is copied when it takes
-turns with another, and what a backward throws away.
+time, until its gradients are in the sum, and as many are captured as are under way at once. They share a copy of the
+parameters, used by one after the other in the order of the device's stream: a version is copied into it when it takes turns
+with another.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class CapturedStage:
         self._most_bytes = int(_LARGEST_PART * (budget.limit_bytes - budget.used_bytes))
         self._reserved_bytes = 0
         parameter_bytes = sum(t.nbytes for t in version.parameters.values())
-        #: What each call takes: what it holds between forward and backward, and gradients.
+        #: What each call takes, at most until the first is there.
         self._call_bytes = graph_bytes + parameter_bytes
         if not self._reserve(parameter_bytes + self._call_bytes):
             raise RuntimeError("the memory for micro-batches is small")
@@ -128,15 +128,12 @@ class CapturedStage:
         #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
         self._holds = weakref.ref(version)
         self.inputs, self.labels = _blank(inputs), _blank(labels)
-        #: Memory of all backwards: nothing of it outlives one of them.
-        self.scratch = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         first = _CapturedCall(self)
-        # And what its forward throws away, which torch cannot use for anything else.
-        more_bytes = max(0, first.num_bytes - self._call_bytes)
-        if not self._reserve(more_bytes + first.scratch_bytes):
+        self._release(self._call_bytes)
+        self._call_bytes = first.num_bytes
+        if not self._reserve(self._call_bytes):
             raise RuntimeError("the memory for micro-batches is small")
-        self._call_bytes += more_bytes
         self.free.append(first)
 
     def has_room(self, inputs: Tensors) -> bool:
@@ -262,19 +259,19 @@ class _CapturedCall:
         self.inputs = {name: t.requires_grad_(t.is_floating_point()) for name, t in _blank(stage.inputs).items()}
         self.labels = _blank(stage.labels)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # In memory of its own, where nothing else is ever captured: what a forward throws away might be what another keeps
-        # for its backward, and what it keeps is free for torch once the backward is captured.
+        # In memory of its own, where nothing else is ever captured: what this forward keeps for its backward, which is free
+        # for torch once the backward is captured, and these gradients might be what another call throws away.
+        pool = torch.cuda.graph_pool_handle()
         gc.collect()
         torch.cuda.empty_cache()
         before_bytes = torch.cuda.memory_reserved()
-        with _recording(self.forward, stage.stream, torch.cuda.graph_pool_handle()):
+        with _recording(self.forward, stage.stream, pool):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
-        forward_bytes = torch.cuda.memory_reserved()
         self.outputs = {name: t.detach() for name, t in outputs.items()}
         heads = {name: t for name, t in outputs.items() if t.requires_grad}
         self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
-        with _recording(self.backward, stage.stream, stage.scratch):
+        with _recording(self.backward, stage.stream, pool):
             found = torch.autograd.grad(
                 list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
                 allow_unused=True,
@@ -282,10 +279,7 @@ class _CapturedCall:
         #: By name; None where unused, as in `gradients`. Both stay until this call's next backward.
         self.input_gradients = dict(zip(leaves, found, strict=False))
         self.gradients = found[len(leaves) :]
-        gradient_bytes = sum(g.nbytes for g in self.gradients if g is not None)
-        self.num_bytes = forward_bytes - before_bytes + gradient_bytes
-        #: Of what all backwards share: the first takes it.
-        self.scratch_bytes = max(0, torch.cuda.memory_reserved() - forward_bytes - gradient_bytes)
+        self.num_bytes = torch.cuda.memory_reserved() - before_bytes
 
 
 @contextmanager

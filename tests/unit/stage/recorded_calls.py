@@ -29,7 +29,7 @@ class RecordedCall:
     #: Backwards of all calls so far.
     num_backwards = 0
     #: What a call is said to take: more than its graph and its gradients do without.
-    num_bytes, scratch_bytes = 2**22, 2**18
+    num_bytes = 2**22
 
     def __init__(self, stage: graphs.CapturedStage) -> None:
         self._stage = stage
@@ -97,5 +97,5 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphs, "_PAY", float("inf"))
     patch.setattr(graphs, "_CapturedCall", RecordedCall)
     patch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
-    for name in ("graph_pool_handle", "synchronize", "empty_cache", "get_sync_debug_mode", "set_sync_debug_mode"):
+    for name in ("synchronize", "empty_cache", "get_sync_debug_mode", "set_sync_debug_mode"):
         patch.setattr(torch.cuda, name, lambda *_: None)

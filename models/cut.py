@@ -228,3 +228,14 @@ def _find_packed_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None
 
 
 masking_utils.find_packed_sequence_indices = _find_packed_unless_known
+
+_is_tracing = masking_utils.is_tracing
+
+
+def _is_tracing_values(tensor: torch.Tensor | None = None) -> bool:
+    """Whether values of `tensor` cannot be looked at. Without one there are none, also while a CUDA graph is recorded:
+    transformers before 5.18 makes a mask then, with which attention is slower than without."""
+    return (tensor is not None or torch.compiler.is_compiling()) and _is_tracing(tensor)
+
+
+masking_utils.is_tracing = _is_tracing_values

@@ -156,11 +156,9 @@ class StageCompute:
                 child.register_forward_pre_hook(self._seed_dropout(name))
                 draws = True
         #: CUDA graphs may be used and were not tried.
-        #: What is compiled is not captured: with torch 2.11 it did not work.
         self._may_capture = (
-            budget is not None and not draws and isinstance(self._module, Compilable) and not self._compiled
-            and torch.device(device).type == "cuda"
-        )  # fmt: skip
+            budget is not None and not draws and isinstance(self._module, Compilable) and torch.device(device).type == "cuda"
+        )
 
     def initial_masters(self) -> torch.Tensor:
         """The initial values, flat [N]; handed out once, then made again, since they are hardly ever needed.

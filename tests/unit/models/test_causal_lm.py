@@ -214,6 +214,18 @@ def test_a_boundary_of_another_dtype_is_cast_and_its_gradient_cast_back() -> Non
     assert hidden.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_attention_gets_no_mask_where_it_needs_none(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a CUDA graph is recorded, which then computes as it would be launched, and as its blocks were compiled."""
+    masks: list[object] = []
+    stage = factory_of(1).build(0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_recorded)
+    for block in stage.blocks:
+        block.register_forward_pre_hook(lambda _, args, options: masks.append(options["attention_mask"]), with_kwargs=True)
+    stage(*sample())
+    assert masks == [None] * 4
+
+
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_loss_in_chunks_equals_loss_at_once(precision: str) -> None:
     factory = factory_of(1, precision=precision)

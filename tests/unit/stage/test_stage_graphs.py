@@ -69,11 +69,16 @@ def try_graphs(compute: StageCompute, version: Version) -> None:
     compute.try_graphs(version, inputs, labels)
 
 
+def hidden_of(compute: StageCompute) -> int:
+    return next(shape[-1] for name, shape in zip(compute.layout.names, compute.layout.shapes, strict=True) if "norm" in name)
+
+
 def drawn(compute: StageCompute, seed: int, *, samples: int = SAMPLES) -> tuple[Tensors, Tensors | None, Tensors | None]:
     """Inputs, labels and the gradients of the outputs."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (samples, T), generator=generator).to(DEVICE)
-    hidden, gradient = (torch.randn(samples, T, HIDDEN, generator=generator, dtype=compute.dtype).to(DEVICE) for _ in range(2))
+    shape = samples, T, hidden_of(compute)
+    hidden, gradient = (torch.randn(shape, generator=generator, dtype=compute.dtype).to(DEVICE) for _ in range(2))
     inputs = {"input_ids": ids} if compute.stage == 0 else {"hidden_states": hidden}
     return inputs, {"labels": ids} if compute.last else None, None if compute.last else {"hidden_states": gradient}
 
@@ -258,20 +263,15 @@ def test_a_call_keeps_its_gradients_whatever_other_calls_compute(stage: int) -> 
     options = {"hidden_size": size, "intermediate_size": 3 * size, "vocab_size": VOCAB}
     compute, versions = stage_of(stage, budget=MemoryBudget(2**33), model_options=options)
 
-    def trained(activation: Activation) -> tuple[Gradients, list[torch.Tensor]]:
-        gradient = None if compute.last else {"hidden_states": torch.randn_like(activation.lease.outputs["hidden_states"])}
-        found = compute.backward(activation, gradient)
+    def trained(activation: Activation, seed: int) -> tuple[Gradients, list[torch.Tensor]]:
+        assert activation.lease is not None
+        found = compute.backward(activation, drawn(compute, seed)[2])
         return found, [g.clone() for g in found.parameters if g is not None]
-
-    def begun(seed: int) -> Activation:
-        inputs, labels, _ = drawn(compute, seed)
-        if "hidden_states" in inputs:
-            inputs = {"hidden_states": torch.randn(SAMPLES, T, size, dtype=compute.dtype, device=DEVICE)}
-        return compute.forward(versions[0], Ticket(0, seed), inputs, labels, keep_graph=True)
 
     waiting: list[tuple[Gradients, list[torch.Tensor]]] = []
     for seed in range(0, 12, 3):
-        waiting += [trained(activation) for activation in [begun(seed + i) for i in range(3)]]
+        under_way = [forward(compute, versions[0], seed + i) for i in range(3)]
+        waiting += [trained(activation, seed + i) for i, activation in enumerate(under_way)]
         for found, as_it_was in waiting:
             ours = [g for g in found.parameters if g is not None]
             assert all(torch.equal(one, other) for one, other in zip(ours, as_it_was, strict=True))

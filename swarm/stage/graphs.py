@@ -33,9 +33,9 @@ Call = Callable[[Tensors, Tensors, Tensors | None], Tensors]
 #: Part of the memory for in-flight micro-batches that may be captured: it stays so while nobody uses it, and requests, and
 #: micro-batches of other shapes, need some.
 _LARGEST_PART = 0.5
-#: Graphs are used where they take at most this part of the time. A GPU that is busy all the time gains next to nothing, and
-#: they hold memory: a copy of the parameters, and gradients in each call.
-_PAY = 0.9
+#: Graphs are used where they take at most this part of the time. They hold memory, a copy of the parameters and gradients in
+#: each call, but where both take as long the thread that starts kernels is left to others, who want Python's lock beside it.
+_PAY = 1.0
 
 
 def captured_if_faster(

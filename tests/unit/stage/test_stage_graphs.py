@@ -70,7 +70,8 @@ def try_graphs(compute: StageCompute, version: Version) -> None:
 
 
 def hidden_of(compute: StageCompute) -> int:
-    return next(shape[-1] for name, shape in zip(compute.layout.names, compute.layout.shapes, strict=True) if "norm" in name)
+    sizes = (shape[-1] for name, shape in zip(compute.layout.names, compute.layout.shapes, strict=True) if "norm" in name)
+    return next(sizes, HIDDEN)
 
 
 def drawn(compute: StageCompute, seed: int, *, samples: int = SAMPLES) -> tuple[Tensors, Tensors | None, Tensors | None]:

@@ -274,21 +274,32 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_case(case: Case, options: argparse.Namespace, measured: dict[str, Measured]) -> None:
+    """Adds to `measured`, or says why not."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        measure = swarm if case.kind == "swarm" else baseline
+        try:
+            measured[case.name] = measure(case, options, Path(directory))
+        except SystemExit as error:
+            print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+            return
+    rates = [round(rate) for rate in measured[case.name].rates]
+    print(f"{case.name}: {rates} tokens/s, {time.monotonic() - began:.0f} s in all", flush=True)
+
+
 def main() -> None:
     options = parse()
     cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     measured: dict[str, Measured] = {}
-    for name in options.cases.split(","):
-        case = CASES[name]
-        with tempfile.TemporaryDirectory() as directory:
-            began = time.monotonic()
-            measure = swarm if case.kind == "swarm" else baseline
-            try:
-                measured[name] = measure(case, options, Path(directory))
-            except SystemExit as error:
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-                continue
-        print(f"{name}: {[round(r) for r in measured[name].rates]} tokens/s, {time.monotonic() - began:.0f} s in all", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # who is told to stop tells what there is
+    try:
+        for name in options.cases.split(","):
+            measure_case(CASES[name], options, measured)
+    except KeyboardInterrupt:
+        print("stopped: without the cases that were to come", file=sys.stderr, flush=True)
+    if not measured:
+        raise SystemExit("no case was measured")
     medians = {name: statistics.median(each.rates) for name, each in measured.items()}
     rows = [row_of(CASES[name], each, medians) for name, each in measured.items()]
     facts = machine() | {

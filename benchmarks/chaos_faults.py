@@ -77,7 +77,7 @@ class Chaos:
     def _victim(self, statuses: dict[str, StatusReply]) -> tuple[str, Process]:
         """The coordinator, a leader, or anybody; with what it is."""
         processes = self._swarm.processes
-        reigning = [(s.detail.get("ballot", 0), n) for n, s in statuses.items() if s.detail.get("coordinator")]
+        reigning = [(s.ballot, n) for n, s in statuses.items() if s.ballot >= 0]
         coordinator = max(reigning)[1] if reigning else None
         newest = max(statuses.values(), key=lambda s: s.step).stages if statuses else ()
         by_peer = {p.peer: p for p in processes.values()}

@@ -50,8 +50,8 @@ class Backbone:
         }  # fmt: skip
         if coordinator is not None:
             detail |= {
-                "ballot": coordinator.ballot.counter, "waiting_for": coordinator.waiting_for[:200],
-                "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
+                "waiting_for": coordinator.waiting_for[:200], "trainers": len(coordinator.trainers),
+                "moves": coordinator.rebalancing.reason[:200],
                 "loss": record.loss if record else 0.0, "saved_step": record.saved if record else 0,
             }  # fmt: skip
         if self.aggregator is not None:
@@ -59,6 +59,7 @@ class Backbone:
         return m.StatusReply(
             role="backbone", member=self.context.member(), step=step, head=head,
             state="coordinating" if coordinator else "watching", detail=detail, stages=stages,
+            ballot=coordinator.ballot.counter if coordinator is not None else -1,
         )  # fmt: skip
 
     async def start(self) -> None:

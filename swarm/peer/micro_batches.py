@@ -299,8 +299,9 @@ class MicroBatchServer:
         hops: tuple[m.Hop, ...] = (hop,)
         if below is not None:
             failed = tuple((member.peer, reason) for member, reason, _ in below.failed)
+            stalled = tuple(member.peer for member, _, waited_s in below.failed if waited_s)
             first, *rest = below.trained.hops
-            hops = (hop, first.model_copy(update={"failed": failed}), *rest)
+            hops = (hop, first.model_copy(update={"failed": failed, "stalled": stalled}), *rest)
             overflow = overflow or below.trained.overflow
         reply = m.Trained(
             hops=hops, loss_sum=loss_sum, tokens=tokens, overflow=overflow, tensors=tuple(s for s, _ in payload)

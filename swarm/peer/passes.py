@@ -100,8 +100,8 @@ class Passes:
             failed(0, member.peer, waited_s)
         for hop in result.trained.hops:
             downstream[hop.stage] = hop.peer
-            for peer, reason in hop.failed:
-                failed(hop.stage, peer, context.config.timing.stall_s if reason.startswith("Stalled") else 0.0)
+            for peer, _ in hop.failed:
+                failed(hop.stage, peer, context.config.timing.stall_s if peer in hop.stalled else 0.0)
         return route, result
 
 

@@ -128,9 +128,8 @@ class Seat:
                     reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
             except (LinkError, RemoteError, TimeoutError):
                 continue
-            counter = reply.detail.get("ballot", 0)
-            self._highest = max(self._highest, counter if isinstance(counter, int) else 0)
-            if reply.detail.get("coordinator"):
+            if reply.ballot >= 0:
+                self._highest = max(self._highest, reply.ballot)
                 self._know(member)
                 self.heard = reply
                 return True

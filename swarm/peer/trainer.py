@@ -152,13 +152,13 @@ class Trainer:
         detail: dict[str, str | int | float | bool] = {
             "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.tries.num_retries,
             "waiting_for": (coordinator or self).waiting_for[:200], "coordinator": coordinator is not None,
-            "ballot": coordinator.ballot.counter if coordinator is not None else 0,
             "total_steps": self.context.config.total_steps,
         }  # fmt: skip
         return m.StatusReply(
             role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else -1,
             head=self.record.head if self.record else "", state="finished" if self.finished else "training",
             detail=detail, stages=self.record.members if self.record else (),
+            ballot=coordinator.ballot.counter if coordinator is not None else -1,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ leases

@@ -288,6 +288,8 @@ class Hop(Part):
     recomputed: bool = False
     #: Candidates of this stage that failed before this peer, with the reason.
     failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], FailFast(), Field(max_length=64)] = ()
+    #: Those of them that were waited for until nothing had advanced for `stall_s`.
+    stalled: Annotated[tuple[PeerIdField, ...], FailFast(), Field(max_length=64)] = ()
     #: If the request asked for them.
     norms: Norms | None = None
 
@@ -385,6 +387,8 @@ class StatusReply(Message):
     stages: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...] = ()
     #: That it serves; -1 for other roles.
     stage: Annotated[int, Field(ge=-1, lt=1024)] = -1
+    #: Counter of the ballot with which it coordinates the run; -1 if it does not.
+    ballot: Annotated[int, Field(ge=-1)] = -1
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

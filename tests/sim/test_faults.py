@@ -41,6 +41,33 @@ def test_exactly_once_when_a_stage_peer_is_killed(victim, delay_steps):
     run_virtual(main())
 
 
+def test_routers_hear_how_long_a_peer_was_waited_for_that_hangs_far_down_the_route():
+    """Its stage's router has to rate it by that; one that refuses at once costs no time."""
+    config = small_config(total_steps=6)
+
+    async def main():
+        simulation = Simulation(config, seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        waited = []
+        wiring = simulation.nodes["trainer0"].peer._passes.wiring
+        failed = wiring.failed
+
+        def listen(stage, peer, **options):
+            waited.append((stage, peer, options["waited_s"]))
+            failed(stage, peer, **options)
+
+        wiring.failed = listen
+        await after_steps(simulation, 2)
+        victim = simulation.nodes["stage1.0"]
+        simulation.hang(victim)
+        await simulation.finish()
+        check(simulation)
+        assert (1, victim.peer.member.me.peer, config.timing.stall_s) in waited
+        await simulation.close()
+
+    run_virtual(main())
+
+
 def test_a_newcomer_takes_state_and_serves():
     config = small_config(total_steps=12)
 

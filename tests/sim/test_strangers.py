@@ -120,15 +120,15 @@ def with_other_stages(frame):
     return Frame(frame.message.model_copy(update={"hops": hops}), frame.buffers)
 
 
-def with_words_for_a_ballot(frame):
+def with_an_impossible_ballot(frame):
     if not isinstance(frame.message, m.StatusReply):
         return frame
-    return Frame(frame.message.model_copy(update={"detail": {**frame.message.detail, "ballot": "a high one"}}))
+    return Frame(frame.message.model_copy(update={"ballot": -7}))
 
 
 @pytest.mark.parametrize(
     ("falsify", "name"),
-    [(without_tensors, "stage0.0"), (with_other_stages, "stage0.0"), (with_words_for_a_ballot, "backbone0")],
+    [(without_tensors, "stage0.0"), (with_other_stages, "stage0.0"), (with_an_impossible_ballot, "backbone0")],
 )
 def test_an_answer_that_does_not_fit_its_question_ends_nobody(falsify, name):
     malformed_answers(small_config(total_steps=12), falsify, name=name)

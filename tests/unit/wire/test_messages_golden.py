@@ -77,10 +77,10 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "trained": (
         TRAINED,
-        "5357524d01000000 00000146 0000000000000000",
+        "5357524d01000000 00000153 0000000000000000",
         f'{{"tensors":[],"kind":"trained","hops":[{{"stage":1,"peer":"{PEER}","accumulated":true,"queue_s":0.25,'
         '"forward_s":0.0,"backward_s":0.0,"transfer_s":0.0,"num_bytes":9,"recomputed":false,'
-        f'"failed":[["{OTHER}","busy"]]}}],"loss_sum":1.5,"tokens":16,"overflow":false}}',
+        f'"failed":[["{OTHER}","busy"]],"stalled":[]}}],"loss_sum":1.5,"tokens":16,"overflow":false}}',
         b"",
     ),
     "commit of a genesis record": (

@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--offload-optimizer", action="store_true",
                        help="keep the optimizer's state in main memory: more room on the GPU, a slower end of each step")
     group.add_argument("--compile", action="store_true",
-                       help="torch.compile the stage's layers: some seconds once, then up to 1.2 times as fast on a GPU")
+                       help="torch.compile the stage's layers: some seconds once, then up to 1.4 times as fast on a GPU")
     group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
                        help="a model of the user's own that this machine may import if the joined run names it")
     add_model_option(group)

@@ -16,7 +16,7 @@ import torch
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
-from swarm.stage.graphs import CapturedStage, Lease, captured_if_faster
+from swarm.stage.graphs import CapturedStage, Lease, captured_if_it_pays
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
     Compilable,
@@ -106,8 +106,8 @@ class StageCompute:
     """The stage's module on its device.
 
     With `compile` its blocks go through `torch.compile`, one region each, for the shapes that training uses: `warm_up`
-    takes the time for it. With a `budget`, that of what in-flight micro-batches hold, a GPU uses CUDA graphs where they are
-    faster; they take memory of it until `let_go`.
+    takes the time for it. With a `budget`, that of what in-flight micro-batches hold, a GPU uses CUDA graphs where they
+    take no longer; they take memory of it until `let_go`.
 
     Raises:
         ConfigError: `compile`, and the module is not `Compilable`.
@@ -234,7 +234,7 @@ class StageCompute:
         self.backward(activation, None if self.last else gradients)
 
     def try_graphs(self, version: Version, inputs: Tensors, labels: Tensors | None) -> bool:
-        """Use CUDA graphs from now on if micro-batches like this one are faster with them. It is tried once.
+        """Use CUDA graphs from now on if micro-batches like this one take no longer with them. It is tried once.
 
         Returns:
             Whether it was now, which takes the time of several micro-batches.
@@ -247,7 +247,7 @@ class StageCompute:
             return self._call(parameters, Ticket(0, 0), inputs, labels, train=True)
 
         assert self._budget is not None
-        self._captured = captured_if_faster(
+        self._captured = captured_if_it_pays(
             lambda: self._train_on(version, inputs, labels), call, version, inputs, labels, self._budget,
             lambda: self.graph_bytes_like(inputs),
         )  # fmt: skip

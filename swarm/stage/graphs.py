@@ -1,6 +1,5 @@
-"""A stage's forward and backward as CUDA graphs: one launch each, where starting their kernels takes longer than running
-them. Owns the trial of which is faster, captured memory and which micro-batch uses it; must not know jobs, tickets or
-messages.
+"""A stage's forward and backward as CUDA graphs: one launch each, however many kernels they start. Owns the trial of
+whether that pays, captured memory and which micro-batch uses it; must not know jobs, tickets or messages.
 
 Captured kernels read and write fixed places. So a captured call, a forward and its backward, holds one micro-batch at a
 time, until its gradients are in the sum, and as many are captured as are under way at once. They share a copy of the
@@ -38,11 +37,13 @@ _LARGEST_PART = 0.5
 _PAY = 1.0
 
 
-def captured_if_faster(
+def captured_if_it_pays(
     launch: Callable[[], object], call: Call, version: Version, inputs: Tensors, labels: Tensors | None, budget: MemoryBudget,
     graph_bytes: Callable[[], int],
 ) -> CapturedStage | None:
-    """The stage captured for micro-batches like this one; None if it cannot be or takes as long. Takes a few of their time.
+    """The stage captured for micro-batches like this one; None if it cannot be, or takes longer than launches.
+
+    It takes the time of a few micro-batches.
 
     Args:
         launch: the same forward and backward without graphs.

@@ -335,6 +335,22 @@ def test_a_capture_that_cuda_ends_leaves_stream_allocator_and_generator_as_they_
 
 
 @NEEDS_CUDA
+def test_compiled_blocks_are_captured() -> None:
+    """What was compiled for launches serves the recording: a compilation within it would end it."""
+    plain, versions = stage_of(1, budget=None)
+    config = config_of()
+    compute = StageCompute(
+        factory_of(config), 1, precision=config.precision, seed=3, device=DEVICE, compile=True, budget=MemoryBudget(2**30)
+    )
+    compute.warm_up(versions[0], num_samples=SAMPLES, sequence_length=T)
+    try_graphs(compute, versions[0])
+    for seed in range(3):
+        activation = forward(compute, versions[seed % 2], seed)
+        assert activation.lease is not None
+        require_like(backward(compute, activation, seed), backward(plain, forward(plain, versions[seed % 2], seed), seed))
+
+
+@NEEDS_CUDA
 def test_a_module_that_asks_the_device_is_launched() -> None:
     plain, versions = stage_of(1, budget=None)
     budget = MemoryBudget(2**30)

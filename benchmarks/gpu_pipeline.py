@@ -115,7 +115,11 @@ def baseline(case: Case, options: argparse.Namespace, directory: Path) -> Measur
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(case.stages), "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": str(port)}
         ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=START_TIMEOUT_S + WINDOW_TIMEOUT_S)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=START_TIMEOUT_S + WINDOW_TIMEOUT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     if any(rank.returncode for rank in ranks):
         raise SystemExit(f"{case.name} failed")
     return Measured(json.loads(outputs[0].strip().splitlines()[-1]))

@@ -1,12 +1,14 @@
 """The life of one optimizer step at one stage peer: a table, and the ledger with its claims.
 
-A `Ledger` is written by the compute thread alone (`add`, `collect`, `revoke`, `discard` run as its jobs), so that
-"check the claim, add the gradient, mark the ticket" and "freeze" never interleave. `grant` may come from any thread: a
-claim carries the term that granted it and is void once the ledger has been collected for another.
+The tickets of a `Ledger` are written by the compute thread alone (`add`, `collect`, `revoke`, `discard` run as its jobs),
+so that "check the claim, add the gradient, mark the ticket" and "freeze" never interleave. `grant` may come from any
+thread: a claim carries the term that granted it and is void once the ledger has been collected for another. So may `move_in`:
+the event loop knows how an attempt goes on, and says of which.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
@@ -63,6 +65,7 @@ class Ledger:
         #: Revocations so far, and for each ticket the number of its last one.
         self.num_revocations = 0
         self._revoked: dict[int, int] = {}
+        self._moving = threading.Lock()
 
     def __contains__(self, index: int) -> bool:
         return index in self.entries or index in self.overflow
@@ -115,8 +118,9 @@ class Ledger:
         """
         if term.order < self.term.order:
             raise InternalError(f"step {self.step}: term {term.order} is below {self.term.order}")
-        self.state = STEP.next(self.state, "freeze" if freeze else "open")
-        self.term = term
+        with self._moving:
+            self.state = STEP.next(self.state, "freeze" if freeze else "open")
+            self.term = term
         self._claims.clear()
 
     def spoil(self) -> None:
@@ -131,7 +135,16 @@ class Ledger:
         self._claims.clear()
 
     def move(self, event: str) -> None:
-        self.state = STEP.next(self.state, event)
+        with self._moving:
+            self.state = STEP.next(self.state, event)
+
+    def move_in(self, term: Term, event: str) -> bool:
+        """Whether the ledger is still of the attempt `term`, and in a state where `event` may come."""
+        with self._moving:
+            may = term.order == self.term.order and STEP.allows(self.state, event)
+            if may:
+                self.state = STEP.next(self.state, event)
+            return may
 
     def seal(self, member: Member, head: str, state_digest: str, saved: tuple[int, ...] = ()) -> Seal:
         return Seal(

@@ -28,7 +28,7 @@ from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority, Threads
-from swarm.stage.memory import KEPT_AVERAGES
+from swarm.stage.memory import KEPT_AVERAGES, MAX_QUEUED_AVERAGES
 from swarm.stage.moments import Moments
 from swarm.stage.optimizer import adamw, own_moments_for
 from swarm.stage.versions import StageState, VersionStore, make_version
@@ -36,9 +36,6 @@ from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
-
-#: Averages that wait for a joiner's snapshot; beyond it the download starts again.
-MAX_QUEUED_AVERAGES = 64
 
 
 async def _nothing_to_restore(record: m.CommitRecord) -> StageState | None:
@@ -79,6 +76,7 @@ class CommittedState:
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
         self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None if compute.has_values else []
+        self.max_queued = MAX_QUEUED_AVERAGES
         #: The average of the newest record was made without this peer, and is on its way: that takes as long as it is large.
         self.is_copying = False
         self.committed = asyncio.Condition()
@@ -271,7 +269,10 @@ class CommittedState:
     async def _queue(self, record: m.CommitRecord) -> None:
         assert self.queued is not None
         average = await self._average_of(record)
-        if average is None or len(self.queued) >= MAX_QUEUED_AVERAGES:
+        if len(self.queued) >= self.max_queued:
+            logger.warning("%d averages wait for the snapshot, and there is room for no more: it must be newer", self.max_queued)
+            average = None
+        if average is None:
             self.queued.clear()  # a gap: the snapshot must be newer than this record
             return
         self.queued.append((record, average.flat))

@@ -15,8 +15,9 @@ from swarm.peer.link import Link, Refuse, RefusedBy
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Member, Route, Train, Trained
 
-#: Refusals that another candidate would repeat: about the ticket or the version, or from further downstream.
-PASSED_ON = frozenset({"no_candidate", "failed_everywhere", "ahead", "stale", "wrong_run", "bad_request"})
+#: Refusals that another candidate would repeat: the step is over, or they are from further downstream. A peer of another
+#: run, or one that finds no sense in the request, speaks for itself alone.
+PASSED_ON = frozenset({"no_candidate", "failed_everywhere", "ahead", "stale"})
 
 
 @dataclass(frozen=True, slots=True)

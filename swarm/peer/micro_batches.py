@@ -26,7 +26,7 @@ from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tensors
 from swarm.stage.norms import finite, gradient_norms, norm_of
-from swarm.stage.stash import MemoryBudget
+from swarm.stage.stash import MemoryBudget, Reservation
 from swarm.stage.versions import Version
 from swarm.wire import messages as m
 from swarm.wire.compression import CODECS
@@ -45,13 +45,13 @@ class _Work:
 
     message: m.Train
     frame: Frame
+    reserved: Reservation
     phase: str = MICRO_BATCH.initial
     queue_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
     transfer_s: float = 0.0
     num_bytes: int = 0
-    reserved_bytes: int = 0
     #: What the trainer asked to be told: by the names of `Norms`, on the device.
     norms: Tensors = field(default_factory=dict)
 
@@ -87,6 +87,8 @@ class MicroBatchServer:
         self.phases: Counter[str] = Counter()
         self.in_flight = 0
         self.recomputed = 0
+        #: What a micro-batch holds for the next stage until that has answered, as the last one did.
+        self._sent_bytes = 0
         link.register(m.Train, self._on_train)
 
     async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
@@ -105,8 +107,11 @@ class MicroBatchServer:
             raise Refuse("busy", "this peer moves to another stage")
         if not self.accepting():  # it may have begun to leave while the request waited for its version
             raise Refuse("busy", "this peer is not serving any more")
-        work = _Work(message, frame)
-        self._reserve(work, frame.body_bytes)
+        work = _Work(message, frame, Reservation(self._budget))
+        has_room = work.reserved.add(frame.body_bytes)
+        if not has_room or not (work.reserved.add(self._sent_bytes) or self.in_flight == 0):
+            work.reserved.end()
+            raise Refuse("busy", f"{self._budget.used_bytes} of {self._budget.limit_bytes} bytes are in use")
         progress.follow(lambda: self._executor.finished)
         self.in_flight += 1
         try:
@@ -124,7 +129,7 @@ class MicroBatchServer:
             work.end("fail")
             self.phases[work.phase] += 1
             self.in_flight -= 1
-            self._budget.release(work.reserved_bytes)
+            work.reserved.end()
 
     def _require_fitting(self, message: m.Train) -> None:
         """Refuse what is no micro-batch of this run, before anything is computed or claimed for it."""
@@ -137,11 +142,6 @@ class MicroBatchServer:
             has_sequence = len(spec.shape) >= (2 if spec.dtype.startswith(("int", "uint", "bool")) else 3)
             if spec.shape[:1] > (config.micro_batch_size,) or (has_sequence and spec.shape[1] > config.sequence_length):
                 raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
-
-    def _reserve(self, work: _Work, num_bytes: int) -> None:
-        if not self._budget.reserve(num_bytes):
-            raise Refuse("busy", f"{self._budget.used_bytes} of {self._budget.limit_bytes} bytes are in use")
-        work.reserved_bytes += num_bytes
 
     async def _version(self, message: m.Train) -> Version:
         """The version that the request names; a commit that is just being applied is waited for."""
@@ -189,6 +189,7 @@ class MicroBatchServer:
             below: HopResult | None = None
             if not self._compute.last:  # the last stage goes on without waiting for its device
                 await self._device.complete(sent, worked_forward)
+                self._sent_bytes = sum(spec.num_bytes for spec, _ in sent.payload)
                 below = await self._downstream(work, sent.payload, progress)
                 await asyncio.wait([claim], timeout=request_s)
             work.move("gradient")
@@ -227,22 +228,19 @@ class MicroBatchServer:
         device.begin()
         inputs = device.receive(work.frame, "input")
         labels = device.receive(work.frame, "label") if compute.last else None
-        estimate = compute.graph_bytes_like(inputs)
+        estimate = compute.graph_bytes_like(inputs) + sum(tensor.nbytes for tensor in inputs.values())
         keep = compute.last or self._budget.used_bytes + estimate <= self._budget.limit_bytes
         if keep and compute.try_graphs(version, inputs, labels):
             device.begin()  # that time is no measure of this peer's speed
         activation = compute.forward(version, work.message.ticket, inputs, labels, keep_graph=keep)
         if keep and not compute.last:
-            if self._budget.reserve(activation.graph_bytes):
-                work.reserved_bytes += activation.graph_bytes
-            else:
-                keep = False
+            keep = work.reserved.add(activation.graph_bytes + activation.input_bytes)
         outputs = {} if compute.last else activation.outputs or {}
         if work.message.with_norms and (norm := norm_of(outputs.values())) is not None:
             work.norms["output"] = norm
         sent = device.send({name: t.detach() for name, t in outputs.items()}, self._codec, "input")
-        if not keep:
-            activation.drop_graph()
+        if not keep:  # what came over the wire stays, in its few bits
+            activation.drop()
         return activation, sent, device.end()
 
     def _backward_job(
@@ -251,6 +249,8 @@ class MicroBatchServer:
         """Backward, claim, ledger and sum as one job: nothing comes between them."""
         device = self._device
         device.begin()
+        if not activation.inputs:
+            activation.take(device.receive(work.frame, "input"), None)
         entry: Entry | Tensors
         if below is None:
             gradients, entry = None, activation.outputs or {}

@@ -21,7 +21,7 @@ from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
 from swarm.peer.stage_member import StageMember
 from swarm.peer.step_state import StepState, Turns
-from swarm.peer.tied_sums import CHUNK_ELEMENTS, TiedSums
+from swarm.peer.tied_sums import CHUNK_ELEMENTS, TiedSums, part_of
 from swarm.stage.device import on_host
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
@@ -100,11 +100,10 @@ class Rounds:
         except TimeoutError:
             self._leave_round(state, message.term)
             return m.Reduced(reason=f"no average within {self._member.config.timing.average_s:g} s")
-        if ledger.term.order != message.term.order or ledger.state != "averaging":
+        if not ledger.move_in(message.term, "hold"):
             return m.Reduced(reason="a newer attempt began")
         # Invariant: the average is held before the leader hears of it.
         state.average = average
-        ledger.move("hold")
         return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares, tied=average.tied)
 
     def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
@@ -113,8 +112,7 @@ class Rounds:
 
     def _leave_round(self, state: StepState, term: m.Term) -> None:
         ledger = state.accumulator.ledger
-        if ledger.state == "averaging" and ledger.term.order == term.order:
-            ledger.move("fail")
+        ledger.move_in(term, "fail")
         if state.round is not None and state.round.term.order == term.order:
             state.round.fail(RoundFailed("this member left the round"))
         state.changed.set()
@@ -122,9 +120,8 @@ class Rounds:
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
         """The round of this attempt; made once, from a copy of the sealed accumulator."""
         ledger = state.accumulator.ledger
-        if ledger.state != "frozen":
-            raise Refuse("wrong_state", "this round has been started already")
-        ledger.move("reduce")
+        if not ledger.move_in(message.term, "reduce"):
+            raise Refuse("wrong_state", "this round has been started already, or is over")
         if not isinstance(self._member.compressor, Plain):  # what it kept back of the last step is part of this one
             await self._member.caught_up(message.step, num_commits=message.step)
         contribution = (await self._member.executor.run(state.accumulator.contribution, Priority.CONTROL)).value
@@ -221,8 +218,7 @@ class Rounds:
             if step == message.step and kept.digest == message.digest:
                 average = kept
         if average is not None:
-            part = average.flat[message.offset : message.offset + message.length]
-            spec, buffer = encode_tensor("average", part, "raw", "state")
+            spec, buffer = encode_tensor("average", part_of(average.flat, message.offset, message.length), "raw", "state")
             self._member.average_bytes_sent += spec.num_bytes
             return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
         raise Refuse("unknown", f"no such average of step {message.step} is held")

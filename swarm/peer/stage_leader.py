@@ -70,7 +70,7 @@ class StageLeader:
                 raise Refuse("bad_request", f"a step has {self._member.config.tickets_per_step} tickets")
             answer = book.ask(message.member, index)
             if answer.verdict == "conflict" and answer.holder is not None:
-                await self._take_back(book, index, answer.holder)
+                await self._take_back(book, index, answer.holder, progress)
                 answer = book.ask(message.member, index)
             if answer.verdict == "granted":
                 granted.append(index)
@@ -88,13 +88,13 @@ class StageLeader:
             raise Refuse("wrong_state", "the ledgers are being collected") from None
         return book
 
-    async def _take_back(self, book: ClaimBook, index: int, holder: m.Member) -> None:
+    async def _take_back(self, book: ClaimBook, index: int, holder: m.Member, progress: Progress) -> None:
         """Ask the holder for its unused claim; one that cannot be reached is struck for this step."""
         request = m.Revoke(
             run=self._link.context.run, stage=self._member.stage, step=book.step, term=book.term, index=index
         )
         try:
-            reply, _ = await self._link.ask(holder, request, m.Revoked)
+            reply, _ = await self._link.ask(holder, request, m.Revoked, progress=progress)
         except (LinkError, RemoteError) as error:
             freed = book.strike(holder)
             logger.info("step %d: %s struck, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), error)
@@ -124,7 +124,7 @@ class StageLeader:
         self.shares.keep(message.members)
         self._auxiliaries.ask(message)
         asked = [x for x in message.members if x.key not in book.struck]
-        replies = [r for r in await together(*(self._collect(message, book, x) for x in asked)) if r is not None]
+        replies = [r for r in await together(*(self._collect(message, book, x, progress) for x in asked)) if r is not None]
         seals = [reply.seal for reply in replies]
         if self._books.get(message.step) is not book:
             raise Refuse("wrong_state", "a newer term began")
@@ -138,13 +138,15 @@ class StageLeader:
             loads=tuple(reply.load for reply in replies if reply.load is not None),
         )  # fmt: skip
 
-    async def _collect(self, message: m.Gather, book: ClaimBook, target: m.Member) -> m.Collected | None:
+    async def _collect(
+        self, message: m.Gather, book: ClaimBook, target: m.Member, progress: Progress
+    ) -> m.Collected | None:
         request = m.Collect(
             run=message.run, stage=message.stage, step=message.step, term=message.term, freeze=message.freeze,
             leader=self._member.me,
         )  # fmt: skip
         try:
-            reply, _ = await self._link.ask(target, request, m.Collected)
+            reply, _ = await self._link.ask(target, request, m.Collected, progress=progress)
         except RefusedBy as refused:
             if refused.code in ("lower_ballot", "stale"):
                 raise  # the coordinator, or this leader, is what is out of date

@@ -78,9 +78,8 @@ class StageMember(CommittedState):
 
     def held_tickets(self) -> list[Ticket]:
         """Tickets of open steps whose gradient only this peer holds."""
-        return [
-            Ticket(step, index) for step, state in self.steps.items() for index in state.accumulator.ledger.entries
-        ]
+        entries = {step: tuple(state.accumulator.ledger.entries) for step, state in self.steps.items()}  # at once: jobs add some
+        return [Ticket(step, index) for step, indexes in entries.items() for index in indexes]
 
     def step_state(self, step: int) -> StepState:
         """The open state of `step`.
@@ -139,6 +138,7 @@ class StageMember(CommittedState):
             head = self.versions.newest.head
             return ledger.seal(self.me, head, self._digest_at(head), self.saved)
 
+        progress.follow(self._at_work())
         seal = (await self.executor.run(job, Priority.CONTROL)).value
         state.leader = message.leader
         if state.round is not None and state.round.term.order != message.term.order:
@@ -155,8 +155,24 @@ class StageMember(CommittedState):
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)
         ledger = self.step_state(message.step).accumulator.ledger
+        progress.follow(self._at_work())
         outcome = await self.executor.run(lambda: ledger.revoke(message.index), Priority.CONTROL)
         return m.Revoked(held=outcome.value)
+
+    def _at_work(self) -> Callable[[], int]:
+        """A counter for whoever waits for the compute thread, which may have a long job: it advances until that thread's own
+        has not for `stall_s`."""
+        loop, executor, stall_s = asyncio.get_running_loop(), self.executor, self.config.timing.stall_s
+        finished, at, count = executor.finished, loop.time(), 0
+
+        def look() -> int:
+            nonlocal finished, at, count
+            if executor.finished != finished:
+                finished, at = executor.finished, loop.time()
+            count += loop.time() - at < stall_s
+            return count
+
+        return look
 
     def require_stage(self, stage: int) -> None:
         if stage != self.stage:

@@ -26,6 +26,7 @@ from swarm.peer.state_transfer import StateDonor
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
 from swarm.stage.executor import Priority, Threads
+from swarm.stage.memory import queued_averages
 from swarm.stage.module import StageFactory, ties_of
 from swarm.stage.optimizer import moments_for
 from swarm.stage.stash import MemoryBudget
@@ -121,6 +122,9 @@ class StagePeer:
             offload=self._machine.offload_optimizer,
         )  # fmt: skip
         self.member = StageMember(self.link, stage, compute, moments, self._threads, self._tasks)
+        self.member.max_queued = queued_averages(
+            compute.layout.num_elements, self.context.config, self._budget.limit_bytes
+        )
         self.member.on_commit.append(self._note_end)
         if before is not None:
             self.member.succeed(before)

@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 CHUNK_ELEMENTS = 2**22
 
 
+def part_of(flat: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    """A copy of elements `offset : offset + length`, of `CHUNK_ELEMENTS` at most.
+
+    A view would hold all of `flat` for as long as a slow link takes to carry it.
+    """
+    return flat[offset : offset + min(length, CHUNK_ELEMENTS)].clone()
+
+
 class TiedSums:
     """Serves `FetchTied`.
 
@@ -106,7 +114,7 @@ class TiedSums:
         total = sums.get(message.name)
         if total is None:
             raise Refuse("unknown", f"this stage holds no copy of {message.name}")
-        spec, buffer = encode_tensor("sum", total[message.offset : message.offset + message.length], "raw", "state")
+        spec, buffer = encode_tensor("sum", part_of(total, message.offset, message.length), "raw", "state")
         return Frame(m.AverageCopy(total=total.numel(), tensors=(spec,)), (buffer,))
 
     async def _own_sums(self, message: m.FetchTied, state: StepState, progress: Progress) -> dict[str, torch.Tensor]:

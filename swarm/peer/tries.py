@@ -98,7 +98,10 @@ class Tries:
             except RemoteError as error:
                 reason = str(error)
             if num_failed == MAX_FAILURES:
-                raise TicketFailed(f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?")
+                raise TicketFailed(
+                    f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model, and its activations "
+                    f"the wire ({self._config.compression})?"
+                )
             self.num_retries += 1
             if loop.time() > give_up_at or self.stopping:
                 raise Refuse("no_candidate", reason)

@@ -40,23 +40,34 @@ _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.
 class Activation:
     """What a peer keeps of a micro-batch between its forward and its backward.
 
-    `outputs` hold the autograd graph; they are dropped where memory demands it, and the backward recomputes them.
+    `outputs` hold the autograd graph. Where memory demands it all tensors are dropped: the backward gets the inputs once
+    more, and recomputes.
     """
 
     ticket: Ticket
     version: Version
-    inputs: Tensors
-    labels: Tensors | None
-    outputs: Tensors | None
+    inputs: Tensors = field(default_factory=dict)
+    labels: Tensors | None = None
+    outputs: Tensors | None = None
     #: Bytes of the saved graph, without parameters and inputs; 0 if it is captured.
     graph_bytes: int = 0
     recomputed: bool = False
     #: Where the forward was a CUDA graph: the outputs' graph is captured, too.
     lease: Lease | None = None
 
-    def drop_graph(self) -> None:
-        """The backward computes the forward again."""
-        self.outputs = self.lease = None
+    @property
+    def input_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
+    def drop(self) -> None:
+        """The backward computes the forward again, once `take` gave it the inputs."""
+        self.outputs = self.lease = self.labels = None
+        self.inputs = {}
+
+    def take(self, inputs: Tensors, labels: Tensors | None) -> None:
+        """Floating inputs become leaves."""
+        self.inputs = {n: t.detach().requires_grad_(True) if t.is_floating_point() else t for n, t in inputs.items()}
+        self.labels = labels
 
 
 @dataclass
@@ -288,10 +299,10 @@ class StageCompute:
         self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool
     ) -> Activation:
         """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their graph."""
-        inputs = {n: t.detach().requires_grad_(True) if t.is_floating_point() else t for n, t in inputs.items()}
-        activation = Activation(ticket, version, inputs, labels, None)
+        activation = Activation(ticket, version)
+        activation.take(inputs, labels)
         if keep_graph and self._captured is not None:
-            activation.lease = self._captured.forward(version, inputs, labels)
+            activation.lease = self._captured.forward(version, activation.inputs, labels)
         if activation.lease is not None:
             activation.outputs = activation.lease.outputs
         else:
@@ -349,7 +360,7 @@ class StageCompute:
         if lease is not None:
             if output_gradients is None:
                 output_gradients = {"loss_sum": torch.full_like(lease.outputs["loss_sum"], activation.version.record.loss_scale)}
-            activation.drop_graph()
+            activation.drop()
             return Gradients(*lease.backward(output_gradients), lent=lease.is_wanted)
         if outputs is None or not any(t.requires_grad for t in outputs.values()):
             outputs = self._outputs(activation, True)

@@ -49,7 +49,7 @@ def digest_of(tensors: Iterable[torch.Tensor], *, tick: Callable[[], None] = lam
 def squares_of(flat: torch.Tensor, uncounted: Sequence[tuple[int, int]] = ()) -> float:
     """Sum of squares of the elements of `flat` [N] (fp32 or fp64, on the CPU), without `start:end` of each of `uncounted`.
 
-    To 1e-7 of itself for fp32, whatever the range of the elements.
+    To 1e-6 of itself for fp32, whatever the range of the elements.
     """
     edges = [0, *(edge for pair in sorted(uncounted) for edge in pair), flat.numel()]
     counted = (flat[start:end].numpy() for start, end in zip(edges[::2], edges[1::2], strict=True))

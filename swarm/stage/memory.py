@@ -17,6 +17,8 @@ from swarm.stage.eight_bit import num_blocks
 
 #: Averages of committed steps that a member keeps: a newcomer that downloads may be a step behind.
 KEPT_AVERAGES = 2
+#: A joiner whose snapshot is older by more commits asks for a newer one.
+MAX_QUEUED_AVERAGES = 64
 #: Less is of no use for in-flight micro-batches.
 LEAST_IN_FLIGHT_BYTES = 2**24
 
@@ -92,6 +94,18 @@ def _kept_back(trained: int, size: int, copy: int, config: RunConfig, *, offload
     if config.average_compression in ("powersgd", "cocktail") or config.fragments > 1:
         parts.append(("what is not sent yet", 3 * size))
     return parts
+
+
+def queued_averages(trained: int, config: RunConfig, room_bytes: int) -> int:
+    """How many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_AVERAGES`.
+
+    It has no sums yet, nor any micro-batch: their memory is free for averages until then.
+
+    Args:
+        room_bytes: for in-flight micro-batches, see `room_in_flight`.
+    """
+    size = trained * MASTER_DTYPES[config.precision].itemsize
+    return min(MAX_QUEUED_AVERAGES, 1 + config.delay_steps + KEPT_AVERAGES + room_bytes // max(1, size))
 
 
 def moments_bytes(trained: int, config: RunConfig) -> int:

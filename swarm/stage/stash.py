@@ -28,3 +28,28 @@ class MemoryBudget:
         with self._lock:
             self.used_bytes -= num_bytes
         assert self.used_bytes >= 0, "more memory released than reserved"
+
+
+class Reservation:
+    """What one request has of a budget until it ends. A job of it that goes on afterwards gets no more."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._num_bytes = 0
+        self._has_ended = False
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> bool:
+        """Take `num_bytes` more if they fit."""
+        with self._lock:
+            if self._has_ended or not self._budget.reserve(num_bytes):
+                return False
+            self._num_bytes += num_bytes
+            return True
+
+    def end(self) -> None:
+        """Give all of it back."""
+        with self._lock:
+            self._has_ended = True
+            self._budget.release(self._num_bytes)
+            self._num_bytes = 0

@@ -6,7 +6,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from phases import committed, coordinator_of, node_of
+import torch
+from phases import Held, committed, coordinator_of, kind, node_of
 from simulation import Simulation, check
 from small_model import small_config
 
@@ -14,7 +15,9 @@ from swarm.base.errors import RemoteError
 from swarm.base.virtual_time import run_virtual
 from swarm.peer.evaluating import MAX_TRIES, Evaluator
 from swarm.peer.link import Refuse
+from swarm.peer.tied_sums import CHUNK_ELEMENTS, part_of
 from swarm.stage.executor import Priority
+from swarm.stage.memory import KEPT_AVERAGES
 from swarm.stage.whole_checkpoint import find_complete
 from swarm.wire import messages as m
 
@@ -43,6 +46,54 @@ def test_a_claim_does_not_wait_for_a_collection_that_was_given_up():
         await simulation.close()
 
     run_virtual(main())
+
+
+def test_a_member_whose_jobs_take_longer_than_a_short_request_is_not_struck(caplog):
+    """Its ledger is collected by its compute thread, after the job that it has."""
+    caplog.set_level("INFO")
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=3, delay_steps=1), seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await simulation.began()
+        for name in ("stage1.0", "stage1.1"):
+            simulation.nodes[name].slowness = 300.0  # a backward takes 5 to 7 s
+        assert simulation.config.timing.request_s < 5.0
+        assert simulation.config.timing.stall_s > 7.2
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+    assert not [record.getMessage() for record in caplog.records if "struck" in record.getMessage()]
+
+
+def test_averages_that_wait_for_a_snapshot_take_no_more_than_the_joiners_free_memory():
+    async def main():
+        simulation = Simulation(small_config(total_steps=30), seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 2)
+        with Held(simulation, kind(m.StateRange)):
+            size = 8 * simulation.stage_peers(1)[0].member.compute.layout.num_elements
+            joiner = (await simulation.add_stage_peer("stage1.9", 1, memory_limit_bytes=5 * size)).peer
+            most = 0
+            for step in range(4, 20):
+                await committed(simulation, step)
+                most = max(most, len(joiner.member.queued))
+            assert most == 1 + KEPT_AVERAGES + 5
+        await simulation.finish()
+        assert joiner.member.up_to_date
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_part_of_an_average_on_its_way_does_not_hold_all_of_it():
+    flat = torch.arange(3 * CHUNK_ELEMENTS, dtype=torch.float32)
+    part = part_of(flat, 5, 2**62)
+    assert torch.equal(part, flat[5 : 5 + CHUNK_ELEMENTS])
+    assert part.untyped_storage().nbytes() == part.nbytes
 
 
 def test_a_failure_of_a_peers_own_request_is_told_as_to_anybody_else():

@@ -103,14 +103,16 @@ def test_no_one_waits_forever_when_the_coordinator_is_killed():
     run_virtual(main())
 
 
-def test_exactly_once_when_a_trainer_is_killed():
-    config = small_config(total_steps=6)
+def test_exactly_once_and_no_memory_is_lost_when_trainers_are_killed():
+    """Their requests end while a forward is under way, which reserves memory then."""
+    config = small_config(total_steps=20)
 
     async def main():
-        simulation = Simulation(config, seed=6)
-        await simulation.start(peers_per_stage=2, trainers=2)
-        await after_steps(simulation, 2)
-        await simulation.kill("trainer0")
+        simulation = Simulation(config, seed=3)
+        await simulation.start(peers_per_stage=2, trainers=3)
+        for trainer in ("trainer0", "trainer1"):
+            await after_steps(simulation, 5 if trainer == "trainer0" else 10)
+            await simulation.kill(trainer)
         await simulation.finish()
         check(simulation)
         await simulation.close()

@@ -13,6 +13,7 @@ from small_model import small_config
 from swarm.base.ids import Address, Ballot, Ticket
 from swarm.base.virtual_time import run_virtual
 from swarm.net.memory import MemoryTransport
+from swarm.peer.link import Refuse
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 
@@ -132,6 +133,26 @@ def with_an_impossible_ballot(frame):
 )
 def test_an_answer_that_does_not_fit_its_question_ends_nobody(falsify, name):
     malformed_answers(small_config(total_steps=12), falsify, name=name)
+
+
+@pytest.mark.parametrize("code", ["wrong_run", "bad_request"])
+def test_a_candidate_that_finds_no_sense_in_requests_is_passed_by(code):
+    """As a peer of another run does that took a dead one's port."""
+
+    async def refuse(message, frame, progress):
+        raise Refuse(code, "not here")
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=6), seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 1)
+        simulation.nodes["stage1.1"].peer.link._handlers[m.Train] = refuse
+        await simulation.finish()
+        check(simulation)
+        assert max(report.seconds for report in simulation.nodes["trainer0"].reports) < 5.0
+        await simulation.close()
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("count", [5000])

@@ -190,7 +190,8 @@ def test_a_graph_that_was_dropped_is_computed_again_and_one_that_nobody_wants_is
     plain, versions = stage_of(2, budget=None)
     compute, own = stage_of(2, budget=MemoryBudget(2**30))
     activation = forward(compute, own[0], 1)
-    activation.drop_graph()
+    activation.drop()
+    activation.take(*drawn(compute, 1)[:2])
     assert compute._captured is not None
     assert len(compute._captured.free) == 1
     require_like(backward(compute, activation, 1), backward(plain, forward(plain, versions[0], 1), 1))

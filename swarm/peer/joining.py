@@ -63,7 +63,11 @@ async def _ask_in_turn(transport: Transport, addresses: Sequence[Address], run: 
         except (SwarmError, TimeoutError) as error:
             last = error
         await asyncio.sleep(min(0.3, max(0.0, deadline_s - (loop.time() - began))))
-    hint = "is a peer of the run listening there?" if isinstance(last, Unreachable) else f"last: {last}"
+    hint = "is a peer of the run listening there?"
+    if isinstance(last, TimeoutError):
+        hint = "something listens there and says nothing: is its process stopped, or is it no peer?"
+    elif not isinstance(last, Unreachable):
+        hint = f"last: {last}"
     raise ConfigError(f"nobody answers at {addresses[0]} (waited {deadline_s:g} s); {hint}")
 
 

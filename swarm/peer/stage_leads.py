@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.lifecycle.coverage import torn_tie
 from swarm.peer.link import RefusedBy, together
-from swarm.peer.reign import Key, Reign
+from swarm.peer.reign import Key, Reign, Rivalry
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class StageLeads:
                     raise RemoteError("another incarnation answers there")
                 if reply.step <= self._reign.newest.step:
                     await self._tell_record(leader)
+                elif reply.step > self._reign.newest.step + 1:
+                    await self._look_at_its_record(leader)
             except (LinkError, RemoteError) as error:
                 logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
                 self._strike(stage, leader)
@@ -157,6 +159,16 @@ class StageLeads:
         now = {x.peer: x.incarnation for x in roster}
         members = self.members(stage)
         return bool(members) and all(now.get(x.peer, x.incarnation) != x.incarnation for x in members)
+
+    async def _look_at_its_record(self, leader: m.Member) -> None:
+        """A leader is past the newest record: the run has gone on under another coordinator, and may have ended.
+
+        Raises:
+            Rivalry: it has.
+        """
+        info, _ = await self._reign.link.ask(leader, m.Hello(), m.RunInfo)
+        if info.record is not None and info.record.newer_than(self._reign.newest):
+            raise Rivalry(info.record)
 
     async def _tell_record(self, leader: m.Member) -> bool:
         """A leader that missed the newest record hears it here: as its stage's only holder it has nobody to hear it from."""

@@ -100,3 +100,27 @@ def test_the_step_completes_when_the_coordinator_is_killed(phase, backbones):
         await simulation.close()
 
     run_checked(main())
+
+
+def test_a_coordinator_that_hung_until_the_run_ended_hears_that_it_did():
+    """And so does a peer that hung with it: the coordinator that ended the run is gone."""
+    config = small_config(total_steps=8)
+
+    async def main():
+        simulation = Simulation(config, seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 2)
+        hung = [simulation.nodes["backbone0"], simulation.nodes["stage1.1"]]
+        assert coordinator_of(simulation) is hung[0]
+        for node in hung:
+            simulation.pause(node)
+        await until(lambda: simulation.nodes["trainer0"].running.done(), "the run has ended")
+        await simulation.kill("trainer0")
+        for node in hung:
+            simulation.resume(node)
+        backbone, peer = (node.peer for node in hung)
+        await until(lambda: backbone._status().step == config.total_steps, "the backbone knows", within_s=60.0)
+        await until(lambda: peer.member.record.step == config.total_steps - 1, "the peer knows", within_s=60.0)
+        await simulation.close()
+
+    run_checked(main())

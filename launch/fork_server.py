@@ -30,11 +30,11 @@ from setproctitle import setproctitle
 
 from launch.lifeline import die_with_parent, watch_pipe
 from launch.reports import PipeReports
+from launch.signals import STOP_SIGNALS
 from swarm.base.errors import ConfigError, SwarmError
 
 #: After the creator's death children get this long, in seconds, to end by themselves.
 ORPHAN_GRACE_S = 4.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Server:

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 from launch.arguments import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, as_typed
 from launch.logs import configure_logging
 from launch.reports import NO_REPORTS, Reports
+from launch.signals import heeded_signals
 from swarm.base.errors import ConfigError, SwarmError
 
 #: A peer that was told to stop gets this long, in seconds, before its remaining tasks are dropped: more than it waits for
 #: what is in flight, since then it says what goes with it.
 CLOSE_TIMEOUT_S = 15.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _log = logging.getLogger(__name__)
 
 
@@ -75,12 +75,13 @@ class Stopper:
     @contextlib.contextmanager
     def installed(self) -> Any:
         loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
+        heeded = heeded_signals()
+        for number in heeded:
             loop.add_signal_handler(number, self._handle, number)
         try:
             yield self
         finally:
-            for number in _STOP_SIGNALS:
+            for number in heeded:
                 loop.remove_signal_handler(number)
 
     def _handle(self, number: signal.Signals) -> None:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.arguments import EXIT_DONE
+from launch.signals import heeded_signals
 
 logger = logging.getLogger(__name__)
 
 #: Seconds before the first restart; doubled each time up to the longest, and back after a life of that length.
 FIRST_BACKOFF_S = 1.0
 LONGEST_BACKOFF_S = 60.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
@@ -46,7 +46,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the worker ends by itself, is told to, or cannot begin; its exit code."""
-        for number in _STOP_SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, self._hand_on)
         backoff_s = self._first_backoff_s
         while True:

@@ -56,8 +56,8 @@ def _files_of(source: str) -> list[Path]:
     if not path.is_dir():
         if not os.path.exists(source):
             raise ConfigError(f"data {source}: no such file or directory")
-        if path.is_char_device() or path.is_block_device():  # /dev/zero never ends; a pipe does
-            raise ConfigError(f"data {source}: is a device, not a file")
+        if not path.is_file():  # what is in a pipe comes once, and may never come: data are read again when a run goes on
+            raise ConfigError(f"data {source}: is a {'pipe' if path.is_fifo() else 'device'}, not a file")
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(child.name for child in path.iterdir() if (child / "state.json").is_file())

@@ -52,8 +52,9 @@ class Backbone:
             detail |= {
                 "waiting_for": coordinator.waiting_for[:200], "trainers": len(coordinator.trainers),
                 "moves": coordinator.rebalancing.reason[:200],
-                "loss": record.loss if record else 0.0, "saved_step": record.saved if record else 0,
             }  # fmt: skip
+        if record is not None and record.step >= 0:
+            detail |= {"loss": record.loss} | ({"saved_step": record.saved} if record.saved else {})
         if self.aggregator is not None:
             detail |= self.aggregator.status()
         return m.StatusReply(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -175,10 +176,13 @@ def test_a_bad_file_is_refused_by_name_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_device_is_refused() -> None:
-    """Reading it to its end never ends."""
+def test_a_device_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    """One never ends, and nothing may come through the other."""
     with pytest.raises(ConfigError, match="data /dev/zero: is a device, not a file"):
         open_feed(SMALL, "/dev/zero", None, None)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: is a pipe, not a file"):
+        open_feed(SMALL, str(tmp_path / "pipe"), None, None)
 
 
 def test_a_directory_without_text_is_refused(tmp_path: Path) -> None:

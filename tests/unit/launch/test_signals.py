@@ -1,0 +1,37 @@
+"""Signals that tell a process to stop."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+WORK = """
+import asyncio
+from launch.runner import run_until_done
+
+async def work(stopper):
+    print("up", flush=True)
+    await asyncio.sleep(30.0)
+
+raise SystemExit(run_until_done(work, serves_until_stopped=True))
+"""
+
+
+NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(("before", "code"), [("", 128 + signal.SIGHUP), (NOHUP, 0)])
+def test_a_hang_up_ends_a_process_unless_it_was_started_to_survive_it(before: str, code: int) -> None:
+    """As `nohup` starts it."""
+    with subprocess.Popen([sys.executable, "-c", before + WORK], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        if not code:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(10.0) == code

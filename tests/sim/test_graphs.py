@@ -6,7 +6,7 @@ from schedules import Schedule, run_schedule
 
 from tests.unit.stage.recorded_calls import RecordedCall, install
 
-NUM_SCHEDULES = 8
+NUM_SCHEDULES = 5
 
 
 def test_promises_hold_where_stages_compute_by_graphs(monkeypatch):

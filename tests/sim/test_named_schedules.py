@@ -147,7 +147,7 @@ def test_two_coordinators_at_once():
     run_checked(main())
 
 
-def test_an_isolated_peer_that_re_elects_itself_for_an_hour_and_then_heals():
+def test_an_isolated_peer_that_re_elects_itself_for_ten_minutes_and_then_heals():
     """It is the only trainer, so the run waits for it. Alone it coordinates nobody; healed, it must not upset those who do."""
 
     async def main():
@@ -157,11 +157,11 @@ def test_an_isolated_peer_that_re_elects_itself_for_an_hour_and_then_heals():
         trainer = simulation.nodes["trainer0"]
         steps, requests = max(simulation.commits), Log(simulation, lambda call: call.source == trainer.address)
         simulation.isolate(trainer)
-        await asyncio.sleep(3600.0)
+        await asyncio.sleep(600.0)
         assert simulation.coordinates(trainer), "it never elected itself"
         assert simulation.coordinates(simulation.nodes["backbone0"])
         assert max(simulation.commits) == steps
-        assert len(requests) < 2 * 3600, f"{len(requests)} requests in an hour of being alone"
+        assert len(requests) < 2 * 600, f"{len(requests)} requests in ten minutes of being alone"
         simulation.rejoin(trainer)
         await simulation.finish(within_s=120)
         assert not simulation.coordinates(trainer)

@@ -76,6 +76,7 @@ class CommittedState:
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
         self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None if compute.has_values else []
+        #: So many at most; whoever knows this peer's memory says less, see `queued_averages`.
         self.max_queued = MAX_QUEUED_AVERAGES
         #: The average of the newest record was made without this peer, and is on its way: that takes as long as it is large.
         self.is_copying = False

@@ -20,13 +20,13 @@ raise SystemExit(run_until_done(work, serves_until_stopped=True))
 """
 
 
-NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+INHERITED = "import signal; signal.signal(signal.SIGHUP, signal.{})"
 
 
-@pytest.mark.parametrize(("before", "code"), [("", 128 + signal.SIGHUP), (NOHUP, 0)])
-def test_a_hang_up_ends_a_process_unless_it_was_started_to_survive_it(before: str, code: int) -> None:
+@pytest.mark.parametrize(("how", "code"), [("SIG_DFL", 128 + signal.SIGHUP), ("SIG_IGN", 0)])
+def test_a_hang_up_ends_a_process_unless_it_was_started_to_survive_it(how: str, code: int) -> None:
     """As `nohup` starts it."""
-    with subprocess.Popen([sys.executable, "-c", before + WORK], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", INHERITED.format(how) + WORK], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGHUP)

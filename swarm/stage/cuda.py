@@ -21,6 +21,7 @@ from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, Worked, entry_of
 from swarm.stage.executor import Priority, ThreadExecutor
+from swarm.stage.flat import empty_flat
 from swarm.stage.kernels import survey
 from swarm.stage.module import Tensors
 from swarm.wire.compression import NonFinite, code_tensor, decode_coded, decode_tensor, encode_tensor
@@ -54,7 +55,7 @@ class Pace:
 
 def copy_to_host(source: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, while the device goes on; this thread waits."""
-    target = torch.empty(source.shape, dtype=source.dtype)
+    target = empty_flat(source.numel(), dtype=source.dtype).view(source.shape)  # fresh pages take longer than the copy
     _copy_in_pieces(source, target, source.device)
     return target
 

@@ -43,6 +43,8 @@ KEEPALIVE_S = 75.0
 #: What comes after a refusal is taken in for this long, so that the refusal arrives before the reset.
 _LINGER_S = 2.0
 _BACKLOG = 1024
+#: Characters of what is answered to bytes that are no HTTP.
+_MAX_REASON = 200
 _SHUTDOWN_S = 1.0
 
 
@@ -247,6 +249,10 @@ class _Caller(web.RequestHandler):
         """Drop the connection without flushing what is buffered."""
         if self.transport is not None:
             self.transport.abort()
+
+    def handle_error(self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None) -> Any:
+        """The library's answer to what is no HTTP, without the words sent, all of which it gives back."""
+        return super().handle_error(request, status, exc, message and message[:_MAX_REASON])
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """What strangers send is no news for the log: handlers' failures are told by `answer`."""

@@ -90,6 +90,17 @@ def refusal_in(answer: bytes) -> tuple[int, str, str]:
     return int(answer.split()[1]), message.code, message.reason
 
 
+def test_bytes_that_are_no_http_get_a_short_answer() -> None:
+    noise = random.Random(0).randbytes(2**17).replace(b"\n", b"x")
+
+    async def scenario(server: HttpTransport) -> None:
+        answer = await send_raw(server, noise + b"\r\n\r\n")
+        assert answer.split()[1] == b"400"
+        assert len(answer) < 2000, "what was sent came back"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("name", "request_bytes", "status", "reason"),
     [

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import aiohttp
 import yarl
@@ -21,7 +22,7 @@ from swarm.base.ids import Address
 from swarm.net.exchange import Patience, chunks_of, one_line
 from swarm.net.http_frames import Body, FrameReader
 from swarm.net.http_server import PATH, READ_BYTES
-from swarm.net.sockets import Links, prepare
+from swarm.net.sockets import Links
 from swarm.net.transport import Progress
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Heartbeat
@@ -41,6 +42,11 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+@lru_cache(maxsize=1024)
+def _url_of(address: Address) -> yarl.URL:
+    return yarl.URL.build(scheme="http", host=address.host, port=address.port, path=PATH)
+
+
 class HttpClient:
     """Connections to any number of servers."""
 
@@ -48,10 +54,9 @@ class HttpClient:
         self, *, connect_s: float, moving_s: float, max_body_bytes: int, allocate: Callable[[int], memoryview],
     ) -> None:  # fmt: skip
         self._connect_s = connect_s
-        self._moving_s = moving_s
         self._max_body_bytes = max_body_bytes
         self._allocate = allocate
-        self._links = Links()
+        self._links = Links(moving_s=moving_s)
         self._session: aiohttp.ClientSession | None = None
 
     def carried(self) -> list[tuple[int, int]]:
@@ -66,11 +71,10 @@ class HttpClient:
         Raises:
             Unreachable, LinkBroken, RemoteProtocolError: naming `what`.
         """
-        upload = _Upload(parts, patience, progress, self._moving_s, self._links)
+        upload = _Upload(parts, patience, progress, self._links)
         response: aiohttp.ClientResponse | None = None
         try:
-            url = yarl.URL.build(scheme="http", host=address.host, port=address.port, path=PATH)
-            response = await self._opened().post(url, data=upload, allow_redirects=False)
+            response = await self._opened().post(_url_of(address), data=upload, allow_redirects=False)
             body = Body(response.content)
             result = await self._result(body, patience, progress)
             if upload.is_complete:
@@ -128,16 +132,13 @@ class HttpClient:
 class _Upload(aiohttp.Payload):
     """The body of one request: pieces of its parts, uncopied, counted as they leave."""
 
-    def __init__(
-        self, parts: Sequence[memoryview], patience: Patience, progress: Progress, moving_s: float, links: Links
-    ) -> None:
+    def __init__(self, parts: Sequence[memoryview], patience: Patience, progress: Progress, links: Links) -> None:
         super().__init__(parts)
         self._size = sum(len(part) for part in parts)
         self._parts = parts
         self._patience = patience
         self._progress = progress
         self._links = links
-        self._moving_s = moving_s
         self._transport: asyncio.Transport | None = None
         self.is_complete = False
 
@@ -150,7 +151,6 @@ class _Upload(aiohttp.Payload):
         if writer.transport is None:
             raise ConnectionResetError("the other end closed it")
         self._transport = writer.transport
-        prepare(writer.transport, moving_s=self._moving_s)
         self._links.add(writer.transport)
         loop = asyncio.get_running_loop()
         self._patience.open(loop.time())
@@ -181,6 +181,8 @@ class _Upload(aiohttp.Payload):
 
 async def _end_of(body: Body) -> None:
     """At the end of an answer the library keeps its connection for the next request."""
+    if body.has_ended:
+        return
     with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # then the answer is whole, but its connection is dropped
         async with asyncio.timeout(_END_S):
             await body.ended()

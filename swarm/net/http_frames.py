@@ -44,8 +44,13 @@ class Body:
             filled += num_bytes
             moved(num_bytes)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the body is known to end here, so that its connection may be used again."""
+        return not self._piece and self._content.at_eof()
+
     async def ended(self) -> bool:
-        """Whether the body ends here, so that its connection may be used again."""
+        """The same, once it is known."""
         return not self._piece and not await self._next()
 
     async def _next(self) -> memoryview:

@@ -28,7 +28,7 @@ from swarm.net.exchange import (
     parts_of,
 )
 from swarm.net.http_frames import Body, FrameReader
-from swarm.net.sockets import Links, prepare
+from swarm.net.sockets import Links
 from swarm.net.transport import Handler, Progress
 from swarm.wire.framing import PREFIX, Frame
 from swarm.wire.messages import Heartbeat, Refusal
@@ -203,7 +203,7 @@ class _Callers(web.Server):
             read_bufsize=READ_BYTES,
         )
         self.limits = limits
-        self.links = Links()
+        self.links = Links(moving_s=limits.moving_s)
 
     def __call__(self) -> _Caller:
         return _Caller(self, **self._kwargs)
@@ -227,7 +227,6 @@ class _Caller(web.RequestHandler):
         if len(self._callers.connections) > self._callers.limits.max_connections:
             transport.abort()
             return
-        prepare(transport, moving_s=self._callers.limits.moving_s)
         self._callers.links.add(transport)
         self._expect_head()
 

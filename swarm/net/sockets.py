@@ -22,14 +22,21 @@ def prepare(transport: asyncio.Transport, *, moving_s: float) -> None:
 
 
 class Links:
-    """What the kernel counts on a set of connections; those that are closed leave it by themselves."""
+    """A set of connections, and what the kernel counts on them; those that are closed leave it by themselves.
 
-    def __init__(self) -> None:
+    Args:
+        moving_s: see `prepare`.
+    """
+
+    def __init__(self, *, moving_s: float) -> None:
+        self._moving_s = moving_s
         self._seen: weakref.WeakKeyDictionary[asyncio.Transport, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def add(self, transport: asyncio.Transport) -> None:
-        """Count this connection too, from its beginning."""
-        self._seen.setdefault(transport, (0, 0))
+        """Prepare this connection and count it too, from its beginning; a second time does nothing."""
+        if transport not in self._seen:
+            prepare(transport, moving_s=self._moving_s)
+            self._seen[transport] = (0, 0)
 
     def carried(self) -> list[tuple[int, int]]:
         """Bytes of each that were sent and acknowledged, and received, since the last look; none where nobody tells."""

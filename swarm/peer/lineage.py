@@ -234,7 +234,7 @@ class Lineage:
         return record
 
     async def settle(self, rival: m.CommitRecord) -> m.CommitRecord:
-        """Two lineages met. One that lacks a live holder of some stage loses; else the newer record wins.
+        """Two lineages met. One that lacks a live holder of some stage loses; else the newer record wins, which is `rival`.
 
         Returns:
             The record with which this lineage goes on and replaces the other.
@@ -243,21 +243,30 @@ class Lineage:
             Demoted: the other one goes on.
         """
         self._reign.rival = None
-
-        async def holds(member: m.Member) -> bool:
-            try:
-                info, _ = await self._reign.link.ask(member, m.Hello(), m.RunInfo)
-            except (LinkError, RemoteError):
-                return False
-            return info.record is not None and (info.record.era, info.record.step) >= (rival.era, rival.step)
-
-        answers = await together(*(together(*(holds(x) for x in xs)) for xs in rival.members))
-        missing = [k for k, found in enumerate(answers) if not any(found)]
-        if not missing or self._reign.lost:
+        mine = self._reign.newest
+        missing = await self._without_holder(rival)
+        if not missing or self._reign.lost or await self._without_holder(mine):
             raise Demoted(f"the run goes on from a record of step {rival.step}")
         logger.error("the other lineage at step %d has nobody for stages %s: this one goes on", rival.step, missing)
-        mine = self._reign.newest
         return restoring_record(mine, era=rival.era + 1, ballot=self._reign.ballot, members=mine.members)
+
+    async def _without_holder(self, record: m.CommitRecord) -> list[int]:
+        """Stages of which no member that `record` lists takes it: each is told, since one may not have heard of it yet.
+
+        Who knows a newer one has gone on from a rival's record, or has left that of this lineage.
+        """
+
+        async def takes(member: m.Member) -> bool:
+            try:
+                await self._reign.link.ask(member, m.Commit(record=record), m.Ack)
+            except RefusedBy as refused:
+                return refused.code == "ahead" and record is not self._reign.newest
+            except (LinkError, RemoteError):
+                return False
+            return True
+
+        answers = await together(*(together(*(takes(x) for x in xs)) for xs in record.members))
+        return [k for k, found in enumerate(answers) if not any(found)]
 
     async def survey_loop(self, joining: Callable[[], Container[Key]]) -> None:
         """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""

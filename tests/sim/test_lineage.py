@@ -14,8 +14,11 @@ from simulation import Simulation, check
 from small_model import small_config
 
 from swarm.base.errors import StorageError
+from swarm.base.ids import Ballot
 from swarm.base.virtual_time import run_virtual
 from swarm.peer import restore
+from swarm.peer.lineage import Lineage
+from swarm.peer.reign import Demoted, Reign
 from swarm.stage.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.wire import messages as m
 from swarm.wire.messages import MAX_SAVED
@@ -665,6 +668,36 @@ def test_an_isolated_coordinator_that_re_elects_itself_for_ten_minutes_and_then_
         await asyncio.sleep(600.0)
         simulation.rejoin(simulation.nodes[name])
         await asyncio.sleep(30.0)
+        await simulation.finish()
+        check(simulation)
+        await simulation.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("how", ["has not heard", "is cut off"])
+def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_there(how):
+    """Two were elected, each by some members. What the one knows nobody holds any more, and of the newer record one stage's
+    only member has not heard yet, or does not answer now."""
+    config = small_config(total_steps=12)
+
+    async def main():
+        simulation = Simulation(config, seed=21, forward_s=0.05)
+        await simulation.start(peers_per_stage=1, trainers=1, backbones=2)
+        await after_steps(simulation, 4)
+        late = next(node for node in simulation.nodes.values() if node.peer is simulation.stage_peers(1)[0])
+        if how == "is cut off":
+            simulation.isolate(late)
+        link = next(n.peer.link for k, n in simulation.nodes.items() if k.startswith("backbone") and not simulation.coordinates(n))
+        reign = Reign(link, Ballot(1, link.context.peer), rosters=None)
+        reign.take(simulation.commits[1])
+        rival = simulation.commits[3]
+        if how == "has not heard":
+            late.peer.member.record = simulation.commits[2]
+        with pytest.raises(Demoted, match="a record of step 3"):
+            await Lineage(reign).settle(rival)
+        assert how == "is cut off" or late.peer.member.record.step >= rival.step, "it was not told"
+        simulation.rejoin(late)
         await simulation.finish()
         check(simulation)
         await simulation.close()

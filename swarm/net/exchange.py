@@ -10,9 +10,9 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
-from swarm.base.errors import LinkBroken, RemoteRefused, Stalled
+from swarm.base.errors import RemoteRefused, Stalled
 from swarm.net.transport import Handler, Progress
 from swarm.wire.framing import MAX_BODY_BYTES, Frame, encode_head
 from swarm.wire.messages import Refusal
@@ -181,32 +181,98 @@ def _failed(request: Frame, progress: Progress, reason: str) -> list[memoryview]
     return parts_of(Frame(Refusal(code="failed", reason=reason)))
 
 
-async def beat_until_done(work: asyncio.Task[T], heartbeat_s: float, beat: Callable[[], Awaitable[None]]) -> T:
-    """Await `work`, calling `beat` every `heartbeat_s` until then; cancels `work` if left early."""
-    try:
-        while not (await asyncio.wait({work}, timeout=heartbeat_s))[0]:
-            await beat()
-        return work.result()
-    finally:
-        await cancel(work)
+class Guard:
+    """`async with`: the block ends with the error that `end` is called with, if that comes first.
 
-
-async def wait_while_advancing(work: asyncio.Future[T], patience: Patience, what: str) -> T:
-    """Await `work` while `patience` lasts. The caller cancels `work` afterwards.
-
-    Raises:
-        Stalled: naming `what`.
-        LinkBroken: if `work` was cancelled because the transport closes.
+    As `asyncio.timeout` does it, the task is cancelled and the cancellation becomes the error at the block's end. So what
+    runs in the block needs no task of its own, which a short request would feel.
     """
-    loop = asyncio.get_running_loop()
-    while not work.done():
-        now = loop.time()
-        if now >= patience.deadline:
-            raise Stalled(f"{what}: {patience.reason(now)}")
-        await asyncio.wait({work}, timeout=patience.look_again(now) - now)
-    if work.cancelled():
-        raise LinkBroken(f"{what}: this peer's transport was closed")
-    return work.result()
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._timeout = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        await self._timeout.__aenter__()
+        return self
+
+    def end(self, error: Exception) -> None:
+        """Only inside the block."""
+        self._error = self._error or error
+        self._timeout.reschedule(self._loop.time())
+
+    async def __aexit__(self, *raised: Any) -> None:
+        try:
+            await self._timeout.__aexit__(*raised)
+        except TimeoutError:
+            assert self._error is not None
+            raise self._error from None
+
+
+class Waiting(Guard):
+    """The block ends with `Stalled`, naming `what`, once `patience` is over."""
+
+    def __init__(self, patience: Patience, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self._patience = patience
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._look()
+        return self
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now >= self._patience.deadline:
+            self.end(Stalled(f"{self.what}: {self._patience.reason(now)}"))
+        else:
+            self._next_look = self._loop.call_at(self._patience.look_again(now), self._look)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._next_look.cancel()
+        await super().__aexit__(*raised)
+
+
+class Beating(Guard):
+    """`beat` is called every `heartbeat_s` until the block ends, never cut off halfway; its error ends the block."""
+
+    def __init__(self, heartbeat_s: float, beat: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._heartbeat_s = heartbeat_s
+        self._beat = beat
+        self._task: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._next_beat = self._loop.call_later(self._heartbeat_s, self._begin)
+        return self
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._beat_once(), name="heartbeat")
+
+    async def _beat_once(self) -> None:
+        try:
+            await self._beat()
+        except Exception as error:
+            if not self._is_over:
+                self.end(error)
+        else:
+            if not self._is_over:
+                self._next_beat = self._loop.call_later(self._heartbeat_s, self._begin)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._is_over = True
+        self._next_beat.cancel()
+        try:
+            if self._task is not None and raised[0] is None:
+                await asyncio.wait({self._task})
+        finally:
+            if self._task is not None:
+                self._task.cancel()
+            await super().__aexit__(*raised)
 
 
 async def cancel(task: asyncio.Future[T]) -> None:

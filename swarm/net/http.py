@@ -6,13 +6,12 @@ Bodies land in memory that is used again, and leave without being joined (`bench
 
 from __future__ import annotations
 
-import asyncio
 import socket
 
-from swarm.base.errors import Unreachable
+from swarm.base.errors import LinkBroken, Unreachable
 from swarm.base.ids import Address
 from swarm.base.memory import Recycler
-from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, Patience, cancel, parts_of, wait_while_advancing
+from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, Patience, Waiting, parts_of
 from swarm.net.http_client import HttpClient
 from swarm.net.http_server import HttpServer, ServerLimits
 from swarm.net.ports import bind_tcp
@@ -65,7 +64,7 @@ class HttpTransport(Transport):
         )
         self.allocate = Recycler(max_idle=_MAX_IDLE_BODIES, max_idle_bytes=_MAX_IDLE_BYTES).take
         self._server: HttpServer | None = None
-        self._exchanges: dict[asyncio.Task[Frame], None] = {}
+        self._calls: dict[Waiting, None] = {}
         self._closed = False
         self._carried = (0, 0)
 
@@ -95,8 +94,8 @@ class HttpTransport(Transport):
 
     async def close(self) -> None:
         self._closed = True
-        for exchange in list(self._exchanges):
-            exchange.cancel()
+        for call in list(self._calls):
+            call.end(LinkBroken(f"{call.what}: this peer's transport was closed"))
         if self._server is not None:
             await self._server.close()
         elif self._sock is not None:
@@ -110,12 +109,10 @@ class HttpTransport(Transport):
         if self._closed:
             raise Unreachable(f"{what}: this peer's transport is closed")
         patience = Patience(stall_s=stall_s, window_s=self._moving_s)
-        exchange = asyncio.create_task(
-            self._client.exchange(address, parts_of(request), patience, progress or Progress(), what)
-        )
-        self._exchanges[exchange] = None
-        try:
-            return await wait_while_advancing(exchange, patience, what)
-        finally:
-            del self._exchanges[exchange]
-            await cancel(exchange)
+        parts = parts_of(request)
+        async with Waiting(patience, what) as waiting:
+            self._calls[waiting] = None
+            try:
+                return await self._client.exchange(address, parts, patience, progress or Progress(), what)
+            finally:
+                del self._calls[waiting]

@@ -20,9 +20,9 @@ from swarm.net.exchange import (
     MAX_HEARTBEAT_BYTES,
     MOVING_BYTES,
     Admission,
+    Beating,
     Patience,
     answer,
-    beat_until_done,
     chunks_of,
     one_line,
     parts_of,
@@ -151,8 +151,9 @@ class HttpServer:
                 if reader.head_valid:  # before that a refusal may still have its own status
                     await reply.beat(progress.count)
 
-            work = asyncio.create_task(self._work(reader, num_bytes, received, progress))
-            await reply.end(await beat_until_done(work, self._limits.heartbeat_s, beat), moved=progress.moved)
+            async with Beating(self._limits.heartbeat_s, beat):
+                parts = await self._work(reader, num_bytes, received, progress)
+            await reply.end(parts, moved=progress.moved)
         finally:
             self._admission.release(num_bytes)
 

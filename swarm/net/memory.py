@@ -22,13 +22,13 @@ from swarm.base.ids import Address
 from swarm.net.exchange import (
     MAX_HEARTBEAT_BYTES,
     Admission,
+    Beating,
     Bounds,
     Patience,
+    Waiting,
     answer,
-    beat_until_done,
     cancel,
     parts_of,
-    wait_while_advancing,
 )
 from swarm.net.memory_links import Links
 from swarm.net.transport import Handler, Progress, Transport
@@ -316,7 +316,8 @@ class MemoryTransport(Transport):
         exchange = _Exchange(self, server, loop.create_future(), patience, progress or Progress())
         self._network.send(exchange, data)
         try:
-            reply = await wait_while_advancing(exchange.result, patience, what)
+            async with Waiting(patience, what):
+                reply = await exchange.result
         finally:
             await cancel(exchange.result)
             self._network.hang_up(exchange)
@@ -335,12 +336,12 @@ class MemoryTransport(Transport):
             request = decode(data, max_body_bytes=self._admission.max_body_bytes)
             progress = Progress(exchange.caller.address.host)
             assert self._handler is not None
-            work = asyncio.create_task(answer(self._handler, request, progress))
 
             async def beat() -> None:
                 self._network.beat(exchange, progress.count)
 
-            return b"".join(await beat_until_done(work, self._heartbeat_s, beat))
+            async with Beating(self._heartbeat_s, beat):
+                return b"".join(await answer(self._handler, request, progress))
         except RemoteProtocolError as error:
             return encode(Frame(Refusal(code="bad_request", reason=str(error)[:2000])))
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
@@ -56,6 +57,8 @@ class Coordinator:
         self._lineage = Lineage(self._reign)
         self.listing = Listing(self._reign, self._leads)
         self._checked = 0.0
+        #: Since when nobody of some stage holds the newest head.
+        self._bare_since = math.inf
         #: Stages of which no member keeps checkpoints, as they were told last.
         self._unsaved: list[int] = []
         self._order = record.order if record is not None else m.Order()
@@ -297,8 +300,24 @@ class Coordinator:
             if reign.now - self._checked > (1.0 if leasing.in_doubt else self._timing.coordinator_s):
                 leasing.in_doubt = False
                 await self._leads.check(step)
+                self._look_for_bare_stages()
                 self._checked = reign.now
             await reign.wait(self._timing.lease_s / 8)
+
+    def _look_for_bare_stages(self) -> None:
+        """Members that live and are listed as ready, but have the state of another head, would never serve the tickets.
+
+        Raises:
+            StageLost: a stage has had none but such for `stage_lost_s`.
+        """
+        now, lost_s = self._reign.now, self._timing.stage_lost_s
+        bare = self.listing.bare_stages()
+        self._bare_since = min(self._bare_since, now) if bare else math.inf
+        if now - self._bare_since > lost_s:
+            self._bare_since = math.inf
+            raise StageLost(
+                f"no member of stages {bare} has held the state of step {self._reign.newest.step + 1} for {lost_s:g} s"
+            )
 
     def _enough(self, results: list[m.StageResult]) -> bool:
         """With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members.

@@ -96,6 +96,17 @@ class Listing:
         for key in [k for k, j in self._joiners.items() if self._reign.now - j.seen > self._reign.timing.record_ttl_s]:
             del self._joiners[key]
 
+    def bare_stages(self) -> list[int]:
+        """Stages of which all that the newest record lists as ready are asking to join without the state of its head."""
+        record, since = self._reign.newest, self._reign.now - self._reign.timing.request_s
+
+        def is_bare(member: m.Member) -> bool:
+            joiner = self._joiners.get(member.key)
+            return joiner is not None and joiner.seen >= since and joiner.head != record.head
+
+        ready = [[x for x in members if x.ready] for members in record.members]
+        return [stage for stage, members in enumerate(ready) if members and all(map(is_bare, members))]
+
     # ------------------------------------------------------------------------------------------------ the first record
 
     @property

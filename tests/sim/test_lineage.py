@@ -16,6 +16,7 @@ from small_model import small_config
 from swarm.base.errors import StorageError
 from swarm.base.ids import Ballot
 from swarm.base.virtual_time import run_virtual
+from swarm.lifecycle.record import restoring_record
 from swarm.peer import restore
 from swarm.peer.lineage import Lineage
 from swarm.peer.reign import Demoted, Reign
@@ -688,7 +689,8 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
         late = next(node for node in simulation.nodes.values() if node.peer is simulation.stage_peers(1)[0])
         if how == "is cut off":
             simulation.isolate(late)
-        link = next(n.peer.link for k, n in simulation.nodes.items() if k.startswith("backbone") and not simulation.coordinates(n))
+        backbones = [node for name, node in simulation.nodes.items() if name.startswith("backbone")]
+        link = next(node.peer.link for node in backbones if not simulation.coordinates(node))
         reign = Reign(link, Ballot(1, link.context.peer), rosters=None)
         reign.take(simulation.commits[1])
         rival = simulation.commits[3]
@@ -703,3 +705,33 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
         await simulation.close()
 
     run_virtual(main())
+
+
+def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(tmp_path, monkeypatch, caplog):
+    """Whatever led to it: members that a record lists as ready ask to join without its state, all of a stage, for long."""
+    config = small_config(total_steps=9, checkpoint_every=3, timing={"stage_lost_s": 8.0})
+
+    async def main():
+        simulation = Simulation(config, seed=22, state_dir=tmp_path, forward_s=0.05)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await after_steps(simulation, 5)
+
+        async def settle(lineage, rival):
+            lineage._reign.rival = None
+            mine = lineage._reign.newest
+            return restoring_record(simulation.commits[0], era=1, ballot=lineage._reign.ballot, members=mine.members)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Lineage, "settle", settle)
+            coordinator = next(n.peer.seat.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
+            coordinator._reign.rival = simulation.commits[4]
+            async with asyncio.timeout(10.0):
+                while coordinator.record.era == 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        await simulation.finish(within_s=60.0)
+        check(simulation, lineages=True)
+        assert max(record.era for record in simulation.commits.values()) == 2
+        await simulation.close()
+
+    run_virtual(main())
+    assert "no member of stages [0, 1, 2] has held the state of step 1 for 8 s" in caplog.text

@@ -198,9 +198,10 @@ class Guard:
         return self
 
     def end(self, error: Exception) -> None:
-        """Only inside the block."""
-        self._error = self._error or error
-        self._timeout.reschedule(self._loop.time())
+        """Only inside the block; the first error counts."""
+        if self._error is None:
+            self._error = error
+            self._timeout.reschedule(self._loop.time())
 
     async def __aexit__(self, *raised: Any) -> None:
         try:

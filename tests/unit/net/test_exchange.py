@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.net.exchange import CHUNK_BYTES, MOVING_BYTES, Admission, Bounds, Patience, chunks_of
+from swarm.base.errors import LinkBroken, Stalled
+from swarm.base.virtual_time import run_virtual
+from swarm.net.exchange import (
+    CHUNK_BYTES,
+    MOVING_BYTES,
+    Admission,
+    Beating,
+    Bounds,
+    Guard,
+    Patience,
+    Waiting,
+    chunks_of,
+)
 
 
 def test_nothing_is_due_before_the_connection_stands() -> None:
@@ -86,3 +99,98 @@ def test_chunks_are_the_parts_in_order_and_bounded(seed: int) -> None:
     assert b"".join(chunks) == b"".join(parts)
     assert all(0 < len(chunk) <= CHUNK_BYTES for chunk in chunks)
     assert len(chunks) < len(parts) + sum(sizes) / CHUNK_BYTES
+
+
+# ---------------------------------------------------------------------------------------------------- blocks that end early
+
+
+def test_the_first_error_that_ends_a_block_is_its_error() -> None:
+    async def main() -> None:
+        async def block() -> None:
+            async with Guard() as guard:
+                guard.end(LinkBroken("first"))
+                guard.end(LinkBroken("second"))
+                await asyncio.sleep(1)
+
+        with pytest.raises(LinkBroken, match="first"):
+            await block()
+        task = asyncio.current_task()
+        assert task is not None
+        assert not task.cancelling(), "what comes after is not cancelled"
+
+    run_virtual(main())
+
+
+def test_a_block_that_is_done_before_is_no_failure() -> None:
+    async def main() -> float:
+        patience = Patience(stall_s=8)
+        patience.open(asyncio.get_running_loop().time())
+        async with Waiting(patience, "echo"):
+            await asyncio.sleep(7)
+        await asyncio.sleep(20)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 27
+
+
+def test_waiting_ends_when_nothing_advances_and_not_before() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        patience = Patience(stall_s=8)
+        patience.open(loop.time())
+        loop.call_later(5, lambda: patience.advance(loop.time()))
+        with pytest.raises(Stalled, match="echo: nothing advanced for 8 s"):
+            async with Waiting(patience, "echo"):
+                await asyncio.sleep(100)
+        assert loop.time() == 13
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("work_s", "beats"), [(0.4, 0), (1.2, 2), (1.62, 3)])
+def test_a_block_beats_until_it_ends_and_the_last_beat_is_whole(work_s: float, beats: int) -> None:
+    async def main() -> None:
+        whole = []
+
+        async def beat() -> None:
+            await asyncio.sleep(0.05)
+            whole.append(None)
+
+        async with Beating(0.5, beat):
+            await asyncio.sleep(work_s)
+        assert len(whole) == beats
+        await asyncio.sleep(5)
+        assert len(whole) == beats, "it went on after the block"
+
+    run_virtual(main())
+
+
+def test_a_beat_that_fails_ends_the_block_and_a_block_that_fails_the_beats() -> None:
+    async def main() -> None:
+        async def failing() -> None:
+            raise LinkBroken("nobody listens")
+
+        with pytest.raises(LinkBroken, match="nobody listens"):
+            async with Beating(0.5, failing):
+                await asyncio.sleep(100)
+        began = []
+
+        async def slow() -> None:
+            began.append(None)
+            await asyncio.sleep(100)
+
+        async def broken() -> None:
+            await asyncio.sleep(0.6)
+            raise ZeroDivisionError
+
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        with pytest.raises(ZeroDivisionError):
+            async with Beating(0.5, slow):
+                await broken()
+        assert began
+        assert loop.time() - before < 1, "a beat under way held up a failure"
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main())

@@ -223,7 +223,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
                        help="address that others reach this peer at (default: the one it listens at, or the one that "
                        "the joined peer sees)")
     group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
-                       help="keep identity and checkpoints here (default: nothing is kept)")
+                       help="keep identity, known addresses and, at a stage, checkpoints here (default: nothing is kept)")
 
 
 def add_data_options(parser: argparse._ActionsContainer) -> None:

@@ -26,7 +26,7 @@ from launch.arguments import (
     size_bytes,
     thread_count,
 )
-from launch.local_plan import RUN_FILE, SwarmPlan
+from launch.local_plan import DEFAULT_PEERS_PER_STAGE, DEFAULT_TRAINERS, RUN_FILE, SwarmPlan
 from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
 from launch.metrics import MetricsFile
@@ -40,8 +40,6 @@ from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 
 PROGRAM = "launch_local"
-DEFAULT_PEERS_PER_STAGE = 2
-DEFAULT_TRAINERS = 1
 
 
 def parse(argv: Sequence[str]) -> Namespace:

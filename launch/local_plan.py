@@ -18,6 +18,11 @@ from swarm.feed.dotted import is_dotted
 RUN_FILE = "run.json"
 
 
+#: Of a stage.
+DEFAULT_PEERS_PER_STAGE = 2
+DEFAULT_TRAINERS = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class SwarmPlan:
     """What to start on this machine, beside the run itself. Fields are `launch_local`'s options."""

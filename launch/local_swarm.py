@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.children import Child, Children
 from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint, require_own
-from launch.local_plan import Command, SwarmPlan, backbone_command, peer_commands
+from launch.local_plan import (
+    DEFAULT_PEERS_PER_STAGE,
+    DEFAULT_TRAINERS,
+    Command,
+    SwarmPlan,
+    backbone_command,
+    peer_commands,
+)
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
 from launch.runner import Stopper
@@ -311,7 +318,12 @@ class LocalSwarm:
     def _again(self) -> str:
         """The command that goes on with the run."""
         kept = [] if self._plan.metrics is None else ["--metrics", str(self._plan.metrics)]
-        command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir), *kept])
+        counts = []
+        if self._plan.peers_per_stage != DEFAULT_PEERS_PER_STAGE:
+            counts += ["--peers-per-stage", str(self._plan.peers_per_stage)]
+        if self._plan.trainers != DEFAULT_TRAINERS:
+            counts += ["--trainers", str(self._plan.trainers)]
+        command = shlex.join(["launch_local", "--state-dir", str(self._plan.state_dir), *counts, *kept])
         return " ".join([command, *still_needed(self._described, self._plan.state_dir)])
 
     @property

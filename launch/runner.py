@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -56,13 +57,20 @@ def main_of(
         code, text = EXIT_FAILED, str(error)
     except KeyboardInterrupt:
         code, text = 128 + signal.SIGINT, "interrupted"
+    except OSError as error:
+        is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None
+        code, text = (EXIT_USAGE, f"{error.filename}: {error.strerror}") if is_refused else (EXIT_FAILED, _unexpected(error))
     except Exception as error:
-        code, text = EXIT_FAILED, f"{type(error).__name__}: {error} (--log-level debug shows where)"
+        code, text = EXIT_FAILED, _unexpected(error)
     line = as_typed(" ".join(text.split()), words)
     _log.debug("failed", exc_info=True)
     print(f"{program}: {line}", file=sys.stderr, flush=True)
     reports.failed(line)
     return code
+
+
+def _unexpected(error: Exception) -> str:
+    return f"{type(error).__name__}: {error} (--log-level debug shows where)"
 
 
 class Stopper:

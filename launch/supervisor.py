@@ -52,6 +52,11 @@ class Supervisor:
         while True:
             began = time.monotonic()
             code = self._one_life()
+            if code < 0 and self._served is None and not self._stopped.is_set():
+                logger.error(
+                    "the worker was killed by %s before it served, and is not started again; if nobody did that, its machine "
+                    "may lack memory for it", signal.Signals(-code).name,
+                )  # fmt: skip
             if code == EXIT_DONE or self._stopped.is_set() or self._served is None:
                 return code if code >= 0 else 128 - code
             if time.monotonic() - began > LONGEST_BACKOFF_S:

@@ -62,7 +62,13 @@ def _made(config: RunConfig, may_import: bool, source: Source | None) -> StageFa
                           "directory or hub id")
     if not may_import:
         raise ConfigError(f"model {config.model}: this peer may not import it; --allow-import allows it if you trust the code")
-    factory = import_factory(config.model, "model")(config)
+    make = import_factory(config.model, "model")
+    try:
+        factory = make(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # its owner's code
+        raise ConfigError(f"model {config.model}: {type(error).__name__}: {error}") from error
     if not callable(getattr(factory, "build", None)) or getattr(factory, "num_stages", None) != config.num_stages:
         raise ConfigError(
             f"model {config.model}: must return a StageFactory of {config.num_stages} stages "

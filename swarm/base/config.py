@@ -336,5 +336,5 @@ def parse_config_bytes(config_bytes: bytes) -> RunConfig:
     except ValidationError as error:
         reason = first_problem(error)
     except (ValueError, TypeError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the run's configuration is damaged: {str(error).splitlines()[0]}") from None
     raise ConfigError(f"the run's configuration is not understood by this version: {reason}")

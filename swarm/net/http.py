@@ -15,6 +15,7 @@ from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, Patience, Wai
 from swarm.net.http_client import HttpClient
 from swarm.net.http_server import HttpServer, ServerLimits
 from swarm.net.ports import bind_tcp
+from swarm.net.sockets import most_connections
 from swarm.net.transport import Handler, Progress, Transport
 from swarm.wire.framing import Frame
 
@@ -57,7 +58,8 @@ class HttpTransport(Transport):
         bounds = bounds or Bounds()
         self._admission = Admission(bounds)
         self._limits = ServerLimits(
-            heartbeat_s=heartbeat_s, header_s=header_s, moving_s=moving_s, max_connections=4 * bounds.max_open_requests
+            heartbeat_s=heartbeat_s, header_s=header_s, moving_s=moving_s,
+            max_connections=min(4 * bounds.max_open_requests, most_connections()),
         )
         self._client = HttpClient(
             connect_s=connect_s, moving_s=moving_s, max_body_bytes=bounds.max_body_bytes, allocate=lambda n: self.allocate(n)

@@ -42,7 +42,10 @@ READ_BYTES = 2**20
 KEEPALIVE_S = 75.0
 #: What comes after a refusal is taken in for this long, so that the refusal arrives before the reset.
 _LINGER_S = 2.0
+#: Connections that wait at the kernel.
 _BACKLOG = 1024
+#: Accepted in one turn of the event loop; what is too many is dropped some turns later.
+_ACCEPTED_AT_ONCE = 4
 #: Characters of what is answered to bytes that are no HTTP.
 _MAX_REASON = 200
 _SHUTDOWN_S = 1.0
@@ -93,7 +96,9 @@ class HttpServer:
 
     async def start(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_server(self._callers, sock=sock, backlog=_BACKLOG)
+        # The loop accepts as many at once as this says, each a file, and if there are none left it logs that so many times.
+        self._listener = await loop.create_server(self._callers, sock=sock, backlog=_ACCEPTED_AT_ONCE)
+        sock.listen(_BACKLOG)
 
     async def close(self) -> None:
         """Drop every connection, which cancels what is served on it, and return once that has ended."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import struct
+import sys
 import weakref
 
 _TCP_INFO_BYTES, _TCP_INFO_ACKED = 136, 120
+
+
+def most_connections() -> int:
+    """Half of the files that this process may have open; the others are its own requests', the DHT's and on disk."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 2
 
 
 def prepare(transport: asyncio.Transport, *, moving_s: float) -> None:

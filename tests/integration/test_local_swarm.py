@@ -123,7 +123,7 @@ def test_a_trainer_that_dies_fails_the_run_with_one_line(tmp_path: Path) -> None
         swarm.assert_nothing_is_left(pids, within_s=1.0)
     [line] = swarm.err.read_text().splitlines()
     assert "trainer-0 ended (killed by SIGKILL)" in line
-    assert line.endswith(f"go on from its last checkpoint with: launch_local --state-dir {swarm.state_dir}")
+    assert line.endswith(f"go on from its last checkpoint with: launch_local --state-dir {swarm.state_dir} --peers-per-stage 1")
 
 
 def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:

@@ -82,6 +82,23 @@ def test_metrics_are_appended_line_by_line(tmp_path: Path) -> None:
     metrics.close()
 
 
+def test_steps_that_are_missing_in_the_metrics_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their trainer was away, and nobody knows their records any more."""
+    path = tmp_path / "metrics.jsonl"
+    for steps in ((1, 2, 3), (8, 9), (11,)):
+        metrics = MetricsFile(path)
+        for step in steps:
+            metrics.append(line_of(step))
+        metrics.close()
+    metrics = MetricsFile(tmp_path / "new.jsonl")
+    metrics.append(line_of(7))  # who comes late writes from there on
+    metrics.close()
+    missing = "missing, committed while nobody wrote there"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"--metrics {path}: steps 4 to 7 are {missing}", f"--metrics {path}: step 10 is {missing}"
+    ]  # fmt: skip
+
+
 def test_a_step_that_is_committed_anew_replaces_what_did_not_last(tmp_path: Path) -> None:
     """Also over a restart of the trainer, one that was killed while it wrote, and beside another run's lines."""
     path = tmp_path / "metrics.jsonl"

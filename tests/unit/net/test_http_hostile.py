@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import pickle
 import random
+import resource
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -417,3 +421,54 @@ def test_bodies_land_in_the_memory_that_the_peer_gives() -> None:
             await server.close()
 
     asyncio.run(main())
+
+
+SERVER_WITH_FEW_FILES = """
+import asyncio
+from swarm.net.http import HttpTransport
+
+async def main():
+    async def echo(frame, progress):
+        return frame
+    server = HttpTransport(header_s=0.3)
+    await server.start(echo)
+    print(server.address.port, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_more_connections_than_a_process_may_have_files_neither_fill_its_log_nor_stop_it() -> None:
+    """A hundred files, four hundred connections that say nothing."""
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER_WITH_FEW_FILES], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=few_files,
+    )  # fmt: skip
+    assert server.stdout is not None
+
+    async def main(address: Address) -> None:
+        held = await asyncio.gather(*(asyncio.open_connection(*address) for _ in range(400)))
+        caller = HttpTransport()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    reply = await caller.call(address, Frame(Ack()), stall_s=2)
+                    break
+                except (LinkBroken, Unreachable, Stalled):
+                    await asyncio.sleep(0.05)
+        assert reply.message == Ack()
+        await caller.close()
+        for _, writer in held:
+            writer.close()
+
+    try:
+        asyncio.run(main(Address("127.0.0.1", int(server.stdout.readline()))))
+    finally:
+        server.kill()
+        _, errors = server.communicate()
+    assert errors == ""

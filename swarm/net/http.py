@@ -14,6 +14,7 @@ from swarm.base.memory import Recycler
 from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, Patience, Waiting, parts_of
 from swarm.net.http_client import HttpClient
 from swarm.net.http_server import HttpServer, ServerLimits
+from swarm.net.loop_meter import LoopMeter
 from swarm.net.ports import bind_tcp
 from swarm.net.sockets import most_connections
 from swarm.net.transport import Handler, Progress, Transport
@@ -69,6 +70,11 @@ class HttpTransport(Transport):
         self._calls: dict[Waiting, None] = {}
         self._closed = False
         self._carried = (0, 0)
+        self._loop_meter = LoopMeter()
+
+    @property
+    def loop_late_s(self) -> float | None:
+        return self._loop_meter.worst_s
 
     @property
     def address(self) -> Address:
@@ -93,12 +99,14 @@ class HttpTransport(Transport):
             handler, self._admission, self._limits, allocate=lambda n: self.allocate(n), served=self.served
         )
         await self._server.start(self._sock)
+        self._loop_meter.start()
 
     async def close(self) -> None:
         self._closed = True
         for call in list(self._calls):
             call.end(LinkBroken(f"{call.what}: this peer's transport was closed"))
         if self._server is not None:
+            self._loop_meter.stop()
             await self._server.close()
         elif self._sock is not None:
             self._sock.close()

@@ -73,6 +73,11 @@ class Transport(abc.ABC):
         """Bytes that this peer's link has carried so far, out (and arrived) and in; what cannot be told is not counted."""
 
     @property
+    def loop_late_s(self) -> float | None:
+        """The longest that the event loop was held up lately, in seconds; None where its time is virtual."""
+        return None
+
+    @property
     @abc.abstractmethod
     def address(self) -> Address:
         """Where this transport listens; valid after `start`."""

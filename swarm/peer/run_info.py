@@ -33,4 +33,6 @@ class RunInfoServer:
         )  # fmt: skip
 
     async def _on_status(self, message: m.Status, frame: Frame, progress: Progress) -> m.StatusReply:
-        return self._status()
+        reply, late_s = self._status(), self._link.context.transport.loop_late_s
+        told = {} if late_s is None else {"loop_late_ms": round(1e3 * late_s, 1)}
+        return reply.model_copy(update={"detail": reply.detail | told})

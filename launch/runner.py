@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from swarm.base.errors import ConfigError, SwarmError
 #: A peer that was told to stop gets this long, in seconds, before its remaining tasks are dropped: more than it waits for
 #: what is in flight, since then it says what goes with it.
 CLOSE_TIMEOUT_S = 15.0
+#: Signals that come within so many seconds are one.
+ONE_SIGNAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -74,10 +77,15 @@ def _unexpected(error: Exception) -> str:
 
 
 class Stopper:
-    """Turns the first stop signal into a call of `on_stop`, and the second into an immediate exit."""
+    """Turns the first stop signal into a call of `on_stop`, and the second into an immediate exit.
+
+    Those that come within `ONE_SIGNAL_S` are one: who ends a group of processes tells a worker and its supervisor, which
+    hands it on.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self.on_stop: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
@@ -93,9 +101,12 @@ class Stopper:
                 loop.remove_signal_handler(number)
 
     def _handle(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self.received is not None and now - self._received_at < ONE_SIGNAL_S:
+            return
         if self.received is not None:
             os._exit(128 + number)
-        self.received = number
+        self.received, self._received_at = number, now
         self.on_stop()
 
     def exit_code(self, *, serves_until_stopped: bool) -> int:

@@ -70,7 +70,9 @@ def test_three_launchers_by_hand_make_a_swarm(tmp_path: Path) -> None:
         ))
         status = subprocess.run(launcher("status", join[1], "--log-format", "json"), capture_output=True, text=True,
                                 env=environment(), check=True, cwd=tmp_path)
-        asked = json.loads(status.stdout)["peers"][0]
+        replies = json.loads(status.stdout)["peers"]
+        assert all(0 <= reply["detail"]["loop_late_ms"] < 60_000 for reply in replies), "each tells how late its loop comes"
+        asked = replies[0]
         assert asked["role"] == "backbone"
         assert asked["detail"]["attempts_helped"] == 0, "it would help, if averages were large enough to be worth it"
         assert trainer.wait(timeout=START_S) == 0, trainer_out.read_text()

@@ -57,12 +57,23 @@ class LaunchParser(argparse.ArgumentParser):
         super().__init__(prog=program, description=description, allow_abbrev=False, formatter_class=_Formatter)
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        return self.parse_args([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
+        return self.parse_args(_with_values([_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]))
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("argument ", "", 1) if message.startswith("argument ") else message
         message = message.replace("unrecognized arguments:", "unknown option:")
         self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def _with_values(words: Sequence[str]) -> list[str]:
+    """A value such as -1GiB is no option: it joins the option before it, whose type then says what is wrong with it."""
+    joined: list[str] = []
+    for word in words:
+        if re.match(r"-\d", word) and joined and re.fullmatch(r"--[a-z-]+", joined[-1]):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _dashed(word: str) -> str:

@@ -27,6 +27,7 @@ from launch.logs import Announcer
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of
+from launch.state_directory import is_state_directory
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
@@ -62,12 +63,15 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+    if is_state_directory(options.out):
+        raise ConfigError(f"--out {options.out} is a state directory: name another, such as {options.out / 'exported'}")
     if options.join is not None:
         config, parameters, step, head = asyncio.run(_from_peers(options, options.join))
     else:
         config, parameters, step, head = _from_checkpoints(options)
     factory = _factory(options, config)
     _add_untrained(parameters, factory, config)
+    _require_finite(parameters, step)
     factory.save_pretrained(parameters, options.out)
     tokenizer = _tokenizer(options)
     if tokenizer is not None:
@@ -132,6 +136,18 @@ def _add_untrained(parameters: dict[str, torch.Tensor], factory: Any, config: Ru
     for stage in range(config.num_stages):
         for name, value in factory.build(stage).named_parameters():
             parameters.setdefault(name, value.detach())
+
+
+def _require_finite(parameters: dict[str, torch.Tensor], step: int) -> None:
+    from swarm.wire.compression import all_finite
+
+    spoilt = [name for name, value in parameters.items() if not all_finite(value)]
+    if spoilt:
+        which = f"{spoilt[0]} and {len(spoilt) - 1} more hold" if spoilt[1:] else f"{spoilt[0]} holds"
+        raise ConfigError(
+            f"the model of step {step} is of no use: {which} "
+            "numbers that are not finite (NaN or infinity); export an earlier checkpoint with --step"
+        )
 
 
 def _tokenizer(options: Namespace) -> Path | None:

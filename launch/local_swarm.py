@@ -30,7 +30,7 @@ from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
 from launch.runner import Stopper
 from launch.status import ask
-from launch.step_lines import goes_on_text
+from launch.step_lines import goes_on_text, loss_text
 from launch.view import Picture, PlainView, Row
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, run_id_of
@@ -351,7 +351,7 @@ class LocalSwarm:
         text += f" in {seconds:.1f} s"
         values: dict[str, Any] = {"steps": num_steps, "new_steps": new_steps, "seconds": seconds}
         if step is not None:
-            text += f", final loss {step['loss']:.4f}"
+            text += f", final loss {loss_text(step)}"
             values["loss"] = step["loss"]
         if self._evaluation is not None:
             text += f", eval loss {self._evaluation[1]:.4f}"

@@ -7,7 +7,10 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -40,6 +43,17 @@ def configure_logging(log_format: str, level: str, *, quiet: bool) -> None:
     # Libraries speak from warnings up; this package speaks at the level asked for.
     for name in ("swarm", "models", "launch"):
         logging.getLogger(name).setLevel(logging.ERROR if quiet else _LEVELS[level])
+
+
+def console(**options: Any) -> Console:
+    """With rich's `options`, for tables on stdout; a reader that has gone is a BrokenPipeError, as of `print`."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Plain(**options)
 
 
 class Announcer:

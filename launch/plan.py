@@ -17,6 +17,7 @@ from launch.arguments import (
     existing_path,
     size_bytes,
 )
+from launch.logs import console
 from launch.models import require_whole
 from launch.reports import NO_REPORTS, Reports
 from launch.run_files import build_config, read_run_file, with_model
@@ -112,14 +113,12 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
             fields = asdict(row) | {"layers": [row.layers.start, row.layers.stop], "num_bytes": row.num_bytes}
             print(json.dumps(fields))
         return EXIT_DONE
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table_of(config, rows, options.peer_memory))
+    out = console(highlight=False)
+    if not out.is_terminal:
+        out.width = 120
+    out.print(table_of(config, rows, options.peer_memory))
     for line in verdict(rows, options.peer_memory, reason):
-        console.print(line, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     return EXIT_DONE
 
 

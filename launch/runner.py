@@ -11,6 +11,7 @@ import errno
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -48,8 +49,20 @@ def main_of(
     argv: Sequence[str] | None,
     reports: Reports = NO_REPORTS,
 ) -> int:
-    """Body of a launcher's `main`: `work(options, argv, reports)`; every error becomes one line and an exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Body of a launcher's `main`: `work(options, argv, reports)`; every error becomes one line and an exit code.
+
+    Who has stopped reading what is printed (`| head`) has seen enough: that is no error.
+    """
+    try:
+        return _answer(program, parse, work, list(sys.argv[1:] if argv is None else argv), reports)
+    finally:
+        _has_reader()  # else Python looks for one as it ends, and complains
+
+
+def _answer(
+    program: str, parse: Callable[[Sequence[str]], Namespace], work: Callable[[Namespace, list[str], Reports], int],
+    words: list[str], reports: Reports,
+) -> int:  # fmt: skip
     options = parse(words)
     configure_logging(options.log_format, options.log_level, quiet=options.quiet)
     try:
@@ -61,6 +74,8 @@ def main_of(
     except KeyboardInterrupt:
         code, text = 128 + signal.SIGINT, "interrupted"
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and not _has_reader():
+            return EXIT_DONE
         is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None
         code, text = (EXIT_USAGE, f"{error.filename}: {error.strerror}") if is_refused else (EXIT_FAILED, _unexpected(error))
     except Exception as error:
@@ -70,6 +85,20 @@ def main_of(
     print(f"{program}: {line}", file=sys.stderr, flush=True)
     reports.failed(line)
     return code
+
+
+def _has_reader() -> bool:
+    """Whether somebody can read stdout; if not, what is left of it and what follows goes nowhere."""
+    try:
+        out = select.poll()
+        out.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in out.poll(0)):
+            return True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # it is closed, or no file, or there is none
+        return True
+    return False
 
 
 def _unexpected(error: Exception) -> str:

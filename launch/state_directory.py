@@ -1,4 +1,4 @@
-"""A process's hold on its state directory. Knows nothing of what is kept there."""
+"""A process's hold on its state directory, and how one is told from others. Does not read what is kept there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import os
 from pathlib import Path
 
 from swarm.base.errors import ConfigError
+
+#: A run's configuration, a peer's identity, the addresses it knows, its checkpoints and its tickets.
+_MARKS = ("run.json", "identity.json", "contacts.json", "checkpoints", "tickets")
+
+
+def is_state_directory(directory: Path) -> bool:
+    """Whether a local run or a peer keeps its state in `directory`."""
+    return any((directory / mark).exists() for mark in _MARKS)
 
 
 def claim_directory(directory: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_seconds
+from launch.logs import console
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of
 from swarm.base.errors import SwarmError, Unreachable
@@ -121,14 +122,13 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         silent = [str(address) for address, reply in others.items() if isinstance(reply, str)]
         print(json.dumps({"peers": [reply.model_dump(mode="json") for reply in replies], "silent": silent}))
     else:
-        from rich.console import Console
         from rich.text import Text
 
-        console = Console()
-        console.print(table_of(first, others))
+        out = console()
+        out.print(table_of(first, others))
         for key, value in sorted(first.detail.items()):
             if value != "":
-                console.print(Text(f"{key}: {value}"))
+                out.print(Text(f"{key}: {value}"))
     return EXIT_DONE
 
 

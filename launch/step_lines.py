@@ -8,7 +8,7 @@ from typing import Any
 
 def step_text(line: Mapping[str, Any], total_steps: int) -> str:
     """`line` is `StepReport.json_line()`: `step` counts committed steps, `peers` those of each stage."""
-    text = (f"step {line['step']}/{total_steps} loss {line['loss']:.4f} tokens/s {line['tokens_per_s']:.0f} "
+    text = (f"step {line['step']}/{total_steps} loss {loss_text(line)} tokens/s {line['tokens_per_s']:.0f} "
             f"seconds {line['seconds']:.2f} grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} "
             f"peers {'+'.join(map(str, line['peers']))} retries {line['retries']}")
     return text + " skipped" if line["skipped"] else text
@@ -16,4 +16,9 @@ def step_text(line: Mapping[str, Any], total_steps: int) -> str:
 
 def goes_on_text(line: Mapping[str, Any], total_steps: int) -> str:
     """Where a run goes on that had committed steps before: what was seen of them is its loss alone."""
-    return f"goes on after step {line['step']}/{total_steps}, loss {line['loss']:.4f}"
+    return f"goes on after step {line['step']}/{total_steps}, loss {loss_text(line)}"
+
+
+def loss_text(line: Mapping[str, Any]) -> str:
+    """Of a step that was skipped there is none."""
+    return "none" if line["loss"] is None else f"{line['loss']:.4f}"

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.logs import Announcer
-from launch.step_lines import step_text
+from launch.step_lines import loss_text, step_text
 
 _NOT_YET = ("starting", "waiting", "silent")
 
@@ -128,7 +128,7 @@ def _text(value: int | None) -> str:
 def _numbers(picture: Picture) -> str:
     parts = []
     if (line := picture.step) is not None:
-        parts.append(f"loss {line['loss']:.4f}")
+        parts.append(f"loss {loss_text(line)}")
         if line["seconds"]:
             parts += [f"tokens/s {line['tokens_per_s']:.0f}", f"{line['seconds']:.2f} s/step"]
     if picture.evaluation is not None:

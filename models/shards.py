@@ -1,7 +1,8 @@
 """A model's weights as files: sharded safetensors with an index. Owns names, offsets, digests; must not know any model.
 
 Only headers are read at first; `read` then takes one tensor's bytes through a small buffer, so a peer opens only the
-shards that it needs and holds nothing twice (a mapped file would). Needs no torch: a run's creator may have none.
+shards that it needs and holds nothing twice (a mapped file would). The same pass looks for numbers that are not finite.
+Needs no torch: a run's creator may have none.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header size, JSON header, then the tensors' bytes).
 """
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from swarm.base.errors import ConfigError
 
 CONFIG_FILE = "config.json"
@@ -25,8 +28,15 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 #: Bytes of each element by the format's name of the type.
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+#: Of each floating type: integers of its width, and the bits of its positive infinity. NaNs are above it.
+_INFINITY: dict[str, tuple[Any, Any, int]] = {
+    "F64": (np.int64, np.uint64, 0x7FF << 52), "F32": (np.int32, np.uint32, 0xFF << 23),
+    "F16": (np.int16, np.uint16, 0x1F << 10), "BF16": (np.int16, np.uint16, 0xFF << 7),
+}  # fmt: skip
 _MAX_HEADER_BYTES = 10**8
 _CHUNK_BYTES = 2**24
+#: What is digested and looked at in one go: it stays in the processor's cache.
+_WINDOW_BYTES = 2**18
 _READING_THREADS = 4
 
 
@@ -70,6 +80,7 @@ class Directory:
 class Entry:
     """Where one tensor lies: bytes `start:end` of `path`."""
 
+    name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -163,7 +174,7 @@ class Shards:
         """Give `take(offset, chunk)` the tensor's bytes in order, and `digest` too. The chunk is valid during the call.
 
         Raises:
-            ConfigError: the file cannot be read to its end.
+            ConfigError: the file cannot be read to its end, or the tensor holds a number that is not finite.
         """
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(1, entry.end - entry.start))))
         try:
@@ -178,7 +189,13 @@ class Shards:
                         if not count:
                             raise ConfigError(f"{entry.path}: is truncated")
                         filled += count
-                    digest.update(chunk)
+                    for window in (chunk[i : i + _WINDOW_BYTES] for i in range(0, len(chunk), _WINDOW_BYTES)):
+                        digest.update(window)
+                        if not _is_finite(window, entry.dtype):
+                            raise ConfigError(
+                                f"{entry.path}: {entry.name} holds a number that is not finite (NaN or infinity), and training "
+                                "from it cannot work: take an intact copy, or an earlier checkpoint"
+                            )
                     take(done, chunk)
                     done += filled
         except OSError as error:
@@ -229,6 +246,15 @@ def block_digests(leaves: Mapping[str, tuple[Entry, bytes]]) -> dict[str, str]:
     return {block: digest.hexdigest() for block, digest in blocks.items()}
 
 
+def _is_finite(values: memoryview, dtype: str) -> bool:
+    """Whether all are, of whatever type; by their bits, whose order is that of the numbers, without a temporary."""
+    if dtype not in _INFINITY or not len(values):
+        return True
+    signed, unsigned, infinity = _INFINITY[dtype]
+    bits = np.frombuffer(values, dtype=signed)  # the largest is the largest positive number, without a sign the most negative
+    return int(bits.max()) < infinity and int(bits.view(unsigned).max()) < infinity | 1 << (8 * bits.itemsize - 1)
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
@@ -276,4 +302,4 @@ def _entries(path: Path, header: Mapping[str, Any], base: int) -> Iterator[tuple
             raise ConfigError(f"{path}: {name} is of type {dtype}, which is not supported")
         if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise ConfigError(f"{path}: {name} of shape {shape} does not fill bytes {start} to {end}")
-        yield name, Entry(path, dtype, shape, base + start, base + end)
+        yield name, Entry(name, path, dtype, shape, base + start, base + end)

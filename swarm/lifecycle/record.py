@@ -138,6 +138,20 @@ def decide(
     )
 
 
+#: Faulty steps in a row after which a run does not go on. The first of them may be due to the last loss scale above 1, and
+#: with `delay_steps` the second too.
+MAX_FAULTY_STEPS = 3
+
+
+def is_faulty(record: CommitRecord) -> bool:
+    """The step was skipped for numbers that are not finite, and no smaller loss scale will help.
+
+    What fp16 skips until its loss scale fits is none; nor is a step that had no tokens to learn from.
+    """
+    has_overflow = any(result.num_overflow for result in record.results)
+    return record.skipped and (record.loss_scale == 1.0 if has_overflow else record.tokens > 0)
+
+
 def saved_by_all(results: Sequence[StageResult]) -> set[int]:
     """Numbers of commits of the checkpoints that some member of every stage has on disk."""
     return set.intersection(*(set(result.saved) for result in results)) if results else set()

@@ -54,7 +54,8 @@ class Backbone:
                 "moves": coordinator.rebalancing.reason[:200],
             }  # fmt: skip
         if record is not None and record.step >= 0:
-            detail |= {"loss": record.loss} | ({"saved_step": record.saved} if record.saved else {})
+            detail["loss"] = "none: the step was skipped" if record.loss is None else record.loss
+            detail |= {"saved_step": record.saved} if record.saved else {}
         if self.aggregator is not None:
             detail |= self.aggregator.status()
         return m.StatusReply(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
+from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
@@ -37,6 +38,10 @@ DRAIN_S = 8.0
 def _averaged(average_s: float, new_s: float) -> float:
     """Moving average; 0 is none yet."""
     return new_s if average_s == 0 else 0.9 * average_s + 0.1 * new_s
+
+
+class StepsFailed(SwarmError):
+    """Step after step trains nothing: weights, data or configuration are at fault, and going on helps nobody."""
 
 
 class Trainer:
@@ -78,6 +83,8 @@ class Trainer:
         self._fixed = in_flight
         self.record: m.CommitRecord | None = None
         self._first_step: int | None = None
+        #: Of the newest steps, how many in a row trained nothing.
+        self._num_faulty = 0
         self._last_commit_at = 0.0
         self._running: dict[Ticket, asyncio.Task[None]] = {}
         #: Leased tickets that wait until one in flight is done: as many as finish while a question for work is answered.
@@ -114,11 +121,25 @@ class Trainer:
         """Until the run is finished, the steps are served, or `stop` was called.
 
         Raises:
+            StepsFailed: the newest steps trained nothing, and the next ones will not.
             SwarmError: a part of the trainer failed.
         """
         await self._tasks.until(self._ended)
+        if self._num_faulty >= MAX_FAULTY_STEPS:
+            raise StepsFailed(self._what_failed())
         if self.seat.coordinator is not None and self.finished:
             await asyncio.sleep(self.config.timing.coordinator_s)  # others still ask this peer whether all is done
+
+    def _what_failed(self) -> str:
+        assert self.record is not None
+        last = self.record.step + 1
+        text = (
+            f"steps {last - self._num_faulty + 1} to {last} were skipped one after the other, because numbers in them are not "
+            "finite (NaN or infinity); the run stops: look at the weights, the data and the learning rate"
+        )
+        if self.config.compression == "fp16":
+            text += ", and at the wire: fp16 carries nothing above 65504, as bf16 and 8bit do"
+        return text
 
     @property
     def _served(self) -> bool:
@@ -316,17 +337,19 @@ class Trainer:
                 lost = known is not None and known.step > record.step
                 logger.log(logging.ERROR if lost else logging.INFO, "the run goes on from step %d again", record.step + 1)
                 self._done.clear()
+                self._num_faulty = 0
             elif record.step >= 0:
                 now = loop.time()
                 retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
                 self._on_step(StepReport(record, now - self._last_commit_at, retries, round_trips))
                 self._last_commit_at, self.tries.num_retries = now, 0
+                self._num_faulty = self._num_faulty + 1 if is_faulty(record) else 0
             else:
                 self._last_commit_at = loop.time()
         if leased.finished and not self.finished and self.record is not None and self.record.step + 1 < self.config.total_steps:
             logger.info("an operator stopped the run after step %d: this trainer ends", self.record.step + 1)
         self.finished = self.finished or leased.finished
-        if self.finished or self._served:
+        if self.finished or self._served or self._num_faulty >= MAX_FAULTY_STEPS:
             self._ended.set()
         self._wake.set()
 

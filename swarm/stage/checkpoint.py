@@ -321,8 +321,7 @@ def scan(
                 meta = json.loads(path.read_text())
                 if isinstance(meta, dict) and "blake3" not in meta and "digests" in meta:
                     raise StorageError(f"{path} was written by an earlier version, which alone can read it")
-                digest = meta.pop("digest", None)  # older ones have none
-                if digest is not None and digest != _digest_of(meta):
+                if meta.pop("digest") != _digest_of(meta):
                     raise ValueError("its digest differs from the one written with it")
                 if path.parent.parent != stage_directory(path.parents[3], meta["stage"]):
                     raise ValueError(f"it is of stage {meta['stage']}")

@@ -243,9 +243,9 @@ class CommitRecord(Part):
     saved: Annotated[int, Field(ge=0)] = 0
 
     @property
-    def loss(self) -> float:
-        """Mean loss per token in nats."""
-        return self.loss_sum / self.tokens if self.tokens else 0.0
+    def loss(self) -> float | None:
+        """Mean loss per token in nats; None of a step that was skipped: not all of its numbers are known."""
+        return None if self.skipped else self.loss_sum / self.tokens if self.tokens else 0.0
 
     def newer_than(self, other: CommitRecord | None) -> bool:
         """Does this record replace `other`? The same on every peer, so two lineages that meet become one."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 PROGRAMS = {
     "launch_stage": "launch.stage", "launch_trainer": "launch.trainer", "launch_backbone": "launch.backbone",
     "launch_local": "launch.local", "swarm_status": "launch.status", "export_model": "launch.export",
@@ -44,6 +45,28 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("mark", ["run.json", "checkpoints", "identity.json"])
+def test_a_model_is_not_written_among_a_runs_state(mark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / mark).mkdir()
+    assert run_main("export_model", "--checkpoints", str(tmp_path), "--out", str(tmp_path)) == 2
+    assert f"--out {tmp_path} is a state directory: name another, such as {tmp_path}/exported" in one_line(capsys, "export_model")
+
+
+@pytest.mark.parametrize("how", ["print('x' * 10**6)", "console().print('x' * 100)", "print('x')", "parser().parse(['--help'])"])
+def test_who_stops_reading_ends_a_launcher_quietly(how: str) -> None:
+    code = (
+        "import sys; from argparse import Namespace; from launch.arguments import LaunchParser; from launch.logs import console; "
+        "from launch.runner import main_of; parser = lambda: LaunchParser('p', ''); "
+        "options = Namespace(log_format='text', log_level='info', quiet=False); "
+        f"sys.exit(main_of('p', lambda words: options, lambda *_: {how} or 0, []))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as out:
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_unknown_option_is_one_line_and_exit_code_2(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     required = {"launch_stage": ["--run", __file__], "launch_trainer": ["--run", __file__], "swarm_status": ["h:1"],
@@ -71,6 +94,9 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
     ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
     ("launch_local", ["--data", ""], "--data: '' is no path"),
     ("launch_local", ["--peers-per-stage", "1000000"], "--peers-per-stage: 1000000 is more than 1024"),
+    ("launch_stage", ["--join", "h:1", "--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
+    ("launch_local", ["--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
+    ("launch_local", ["--learning-rate", "-1e-3"], "--learning-rate: "),
     ("launch_local", ["--trainers", "1025"], "--trainers: 1025 is more than 1024"),
 ])  # fmt: skip
 def test_values_that_would_do_something_unwanted_are_refused(

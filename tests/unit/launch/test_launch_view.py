@@ -10,6 +10,7 @@ from rich.console import Console
 
 from launch.logs import Announcer
 from launch.status import table_of
+from launch.step_lines import goes_on_text, step_text
 from launch.view import Picture, PlainView, Row, draw
 from swarm.base.ids import Address
 from swarm.wire.messages import Member, StatusReply
@@ -25,6 +26,17 @@ def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("step 12/60 loss 2.9100 tokens/s 8123 ")
     assert "peers 2+1" in out
+
+
+def test_a_step_that_was_skipped_has_no_loss() -> None:
+    line = {**LINE, "loss": None, "skipped": True}
+    text = step_text(line, 60)
+    assert text.startswith("step 12/60 loss none tokens/s ")
+    assert text.endswith("skipped")
+    assert goes_on_text(line, 60) == "goes on after step 12/60, loss none"
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(draw(Picture(title="t", total_steps=60, step=line)))
+    assert "loss none" in console.export_text()
 
 
 def test_json_lines_carry_the_values(capsys: pytest.CaptureFixture[str]) -> None:

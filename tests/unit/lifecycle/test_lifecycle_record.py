@@ -13,6 +13,7 @@ from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import torn_tie
 from swarm.lifecycle.record import (
     FIRST_LOSS_SCALE,
+    MAX_FAULTY_STEPS,
     SCALE_GROWTH_STEPS,
     checkpoint_writers,
     clip_coefficient,
@@ -21,6 +22,7 @@ from swarm.lifecycle.record import (
     genesis_head,
     genesis_record,
     head_of,
+    is_faulty,
     restoring_record,
 )
 from swarm.wire.messages import CommitRecord, Member, StageResult, Term
@@ -142,13 +144,22 @@ def test_stages_may_disagree_on_tokens_of_a_skipped_step() -> None:
 
 def test_a_step_without_tokens_is_skipped_and_divides_by_nothing() -> None:
     record = decided(result("d", tokens=0, sum_squares=0.0), result("e", tokens=0, sum_squares=0.0))
-    assert (record.skipped, record.grad_norm, record.loss) == (True, 0.0, 0.0)
+    assert (record.skipped, record.grad_norm, record.loss) == (True, 0.0, None)
+    assert not is_faulty(record), "there was nothing to learn, and nothing wrong"
 
 
 def test_a_step_whose_norm_is_not_finite_is_skipped() -> None:
     """Each stage's sum of squares is finite, their sum is not."""
     record = decided(result("d", sum_squares=1.7e308), result("e", sum_squares=1.7e308))
     assert (record.skipped, record.clip_coefficient) == (True, 1.0)
+    assert is_faulty(record)
+
+
+def test_a_skipped_step_has_no_loss_and_is_faulty_where_no_loss_scale_is_to_blame() -> None:
+    record = decided(result("d"), result("e", num_overflow=1))
+    assert (record.loss, is_faulty(record)) == (None, True)
+    clean = decided(result("d"), result("e"))
+    assert (clean.loss, is_faulty(clean)) == (pytest.approx(clean.loss_sum / clean.tokens), False)
 
 
 # ---------------------------------------------------------------------------------------------------- the loss scale
@@ -170,6 +181,24 @@ def test_an_overflow_halves_the_loss_scale_down_to_one() -> None:
         scales.append(record.loss_scale)
         assert record.skipped
     assert scales == [max(1.0, FIRST_LOSS_SCALE / 2**n) for n in range(1, 21)]
+
+
+@pytest.mark.parametrize("first_scale", [FIRST_LOSS_SCALE, 2.0**24])
+@pytest.mark.parametrize("delay_steps", [0, 1])
+def test_what_fp16_skips_until_its_loss_scale_fits_stops_no_run(first_scale: float, delay_steps: int) -> None:
+    """Each skip at a scale above 1 is the scale's; with delayed updates one more comes from before the last halving."""
+    record = genesis_record(HALF, RUN, BALLOT, MEMBERS).model_copy(update={"loss_scale": first_scale})
+    faulty = most = 0
+    for _ in range(int(math.log2(first_scale)) + delay_steps):
+        record = decided(result("d", num_overflow=1), result("e"), config=HALF, previous=record)
+        faulty = faulty + 1 if is_faulty(record) else 0
+        most = max(most, faulty)
+    assert record.loss_scale == 1.0
+    assert most < MAX_FAULTY_STEPS
+    for _ in range(MAX_FAULTY_STEPS):  # nothing is left to halve
+        record = decided(result("d", num_overflow=1), result("e"), config=HALF, previous=record)
+        faulty += is_faulty(record)
+    assert faulty >= MAX_FAULTY_STEPS
 
 
 def test_the_loss_scale_doubles_after_enough_good_steps_in_a_row() -> None:

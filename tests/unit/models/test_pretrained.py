@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from launch.models import described, fields_of, place_of
+from models import shards
 from models.pretrained import PretrainedFactory
 from models.shards import INDEX_FILE, Directory, Shards, block_of
 from swarm.base.config import RunConfig
@@ -270,6 +273,49 @@ def test_missing_and_unexpected_tensors_are_named_before_anything_is_read(direct
     edit_index(directory, lambda names: [names.pop(name) for name in list(added)[1:]])
     edit_index(directory, lambda names: names.update({"model.layers.0.self_attn.rotary_emb.inv_freq": shard}))
     PretrainedFactory(run, Directory(directory))  # what older versions saved though it is computed
+
+
+BAD_NUMBERS = [math.nan, -math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", BAD_NUMBERS)
+def test_one_number_that_is_not_finite_is_refused_with_its_tensor_and_file(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """When the run is created, and at the peer that loads it; the largest finite numbers are none."""
+    save_llama(tmp_path, dtype=dtype, num_hidden_layers=3)
+    name = "model.layers.1.mlp.up_proj.weight"
+    shard = shard_of(tmp_path, name)
+    tensors = load_file(shard)
+    flat = tensors[name].view(-1)
+    largest = torch.finfo(dtype).max
+    flat[0], flat[1] = largest, -largest
+    save_file(tensors, shard, metadata={"format": "pt"})
+    run = run_of(tmp_path)
+    StageCompute(PretrainedFactory(run, Directory(tmp_path)), 1, precision="fp64", seed=0)
+    flat[-1] = value
+    save_file(tensors, shard, metadata={"format": "pt"})
+    for load in (
+        lambda: run_of(tmp_path),
+        lambda: StageCompute(PretrainedFactory(run, Directory(tmp_path)), 1, precision="fp32", seed=0),
+    ):
+        with pytest.raises(ConfigError, match=rf"{shard.name}: {name} holds a number that is not finite"):
+            load()
+
+
+def test_every_number_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the windows end."""
+    monkeypatch.setattr(shards, "_WINDOW_BYTES", 16)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 32)
+    for number in range(25):
+        values = torch.zeros(25, dtype=torch.bfloat16)
+        values[number] = math.nan
+        with tempfile.NamedTemporaryFile() as file:
+            save_file({"x": values}, file.name)
+            entry = shards._read_header(Path(file.name))["x"]
+            with pytest.raises(ConfigError, match="x holds a number"):
+                Shards.read(None, entry, lambda *_: None, hashlib.sha256())  # type: ignore[arg-type]
 
 
 def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:

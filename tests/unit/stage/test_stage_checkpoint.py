@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file
 
 from swarm.base.config import RunConfig
@@ -496,8 +497,8 @@ def test_a_file_that_the_system_does_not_open_is_told_in_its_words(tmp_path: Pat
 def test_a_record_that_is_none_is_told_in_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, 0, 20) / "checkpoint.json"
     meta = json.loads(path.read_text())
-    del meta["digest"], meta["record"]["head"]
-    path.write_text(json.dumps(meta))
+    del meta["record"]["head"]
+    rewrite(path, meta)
     with pytest.raises(StorageError, match=r"\(no description of a checkpoint: head: Field required\)"):
         scan([tmp_path])
 
@@ -585,6 +586,12 @@ def test_a_copy_put_in_place_with_its_times_is_another(tmp_path: Path) -> None:
     assert not found.is_there
 
 
+def rewrite(path: Path, meta: dict[str, object]) -> None:
+    """A description with another content, and the digest of that."""
+    meta = {key: value for key, value in meta.items() if key != "digest"}
+    path.write_text(json.dumps({**meta, "digest": blake3(json.dumps(meta, sort_keys=True).encode()).hexdigest()}))
+
+
 WRONG_VALUES = {
     "record": ["nonsense", 3, [], None], "previous": ["nonsense", 3, []], "stage": ["nonsense", [], None],
     "num_updates": ["nonsense", [], None], "blake3": ["nonsense", 3, None], "config": [3, [], None],
@@ -596,9 +603,7 @@ def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(
     tmp_path: Path, field: str, value: object
 ) -> None:
     path = write(tmp_path, 0, 20) / "checkpoint.json"
-    meta = {**json.loads(path.read_text()), field: value}
-    del meta["digest"]  # those of before had none
-    path.write_text(json.dumps(meta))
+    rewrite(path, {**json.loads(path.read_text()), field: value})
     with pytest.raises(StorageError) as raised:
         scan([tmp_path])
     assert str(path) in str(raised.value)
@@ -627,6 +632,16 @@ def test_a_description_that_was_altered_is_damaged(tmp_path: Path, was: str, bec
     assert text.count(was) == 1
     path.write_text(text.replace(was, becomes))
     with pytest.raises(StorageError, match="digest differs"):
+        scan([tmp_path])
+
+
+def test_a_description_without_its_digest_is_refused(tmp_path: Path) -> None:
+    """Who altered it may have left it out."""
+    path = write(tmp_path, 0, 20) / "checkpoint.json"
+    meta = json.loads(path.read_text())
+    del meta["digest"]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(StorageError, match=re.escape(f"{path} is damaged (no description of a checkpoint: it has no 'digest')")):
         scan([tmp_path])
 
 

@@ -214,6 +214,8 @@ class LocalSwarm:
         elif event == "damaged":
             if self._kept.is_news(report["message"]):
                 self._view.event(f"{name}: {report['message']}")
+        elif event == "remark" and name == "stage-0-0":  # all say the same of the model
+            self._view.event(report["message"])
         elif event == "checked":
             self._kept.intact[name] = frozenset(report["steps"])
             self._look_at_what_is_kept()

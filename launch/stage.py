@@ -108,7 +108,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
     async def build() -> tuple[StagePeer, Callable[[], None]]:
         context, run = await compose(options, max_inflight_bytes=options.memory_limit or available_memory() // 4)
-        build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model)
+        build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model, reports)
         stage = await _choose(options, context, device, flops_per_s)
         peer = build(stage)
 
@@ -165,7 +165,7 @@ async def _choose(options: Namespace, context: PeerContext, device: str, flops_p
 
 
 def _prepare(
-    context: PeerContext, options: Namespace, model: str | None
+    context: PeerContext, options: Namespace, model: str | None, reports: Reports
 ) -> tuple[Callable[[int], StagePeer], str, float]:
     """Import what computes, seconds long. Returns what puts a peer of a stage together, the device and its pace."""
     from launch.devices import (
@@ -199,6 +199,8 @@ def _prepare(
     if options.offload_optimizer and device == "cpu":
         raise ConfigError("--offload-optimizer: this peer computes on the CPU: all of its state is in main memory already")
     factory = factory_of(context.config, may_import=may_import, source=source)
+    for remark in getattr(factory, "remarks", ()):
+        reports.send("remark", message=remark)
     limit, what = options.memory_limit, "--memory-limit"
     if limit is None:
         limit, what = int(device_memory(device) * DEFAULT_MEMORY_PART), f"{DEFAULT_MEMORY_PART:.0%} of what is free for it now"

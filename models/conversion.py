@@ -45,6 +45,10 @@ class Conversion:
             recipe.sources.append((name, pattern or name))
         return list(found.values()), unknown
 
+    def target_of(self, name: str) -> str:
+        """What the tensor `name` of the files would be called in the model."""
+        return self._rename(name)[0]
+
     def make(self, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Parameters by name.
 

@@ -63,6 +63,11 @@ class LoraFactory:
         return cost_of(cut.skeleton(), cut.anatomy, sequence_length=self._run.sequence_length, frozen=["*"])
 
     @property
+    def remarks(self) -> list[str]:
+        """What of the base's files is not used."""
+        return self.base.remarks
+
+    @property
     def spans(self) -> list[range]:
         """Numbers of each stage's layers."""
         return self.base.spans

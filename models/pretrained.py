@@ -1,12 +1,14 @@
 """A model whose initial values lie in a directory or on a hub. Owns which tensors a stage needs and their accounting.
 
 The cut is `causal_lm`'s, the files are `shards`'. Every tensor of the files belongs to a parameter, every parameter has
-one, and the digests are those of the run: anything else is refused by name, before anything is allocated.
+one, and the digests are those of the run: anything else is refused by name, before anything is allocated. What transformers
+leaves out too (layers for drafting, another copy of the weights) is left out and told.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +22,8 @@ from models.shards import Entry, Shards, Source, block_digests, block_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.stage.module import replace_parameters, saved_buffers
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -54,8 +58,12 @@ class PretrainedFactory:
         self.has_values = source is not None
         self._shards = Shards(source) if source is not None else None
         self._conversion = Conversion(self.cut.skeleton())
+        #: What of the files is not used, and why: for whoever started this.
+        self.remarks: list[str] = []
         #: How each parameter comes from the files' tensors.
         self._recipes = self._account(self._shards) if self._shards is not None else {}
+        for remark in self.remarks:
+            logger.warning("%s", remark)
 
     @property
     def config(self) -> Any:
@@ -75,15 +83,38 @@ class PretrainedFactory:
     def _account(self, shards: Shards) -> dict[str, Recipe]:
         """Strict in both directions; a head that is tied to the embedding may be left out, or be there twice."""
         present = [name for name in shards.names if not _COMPUTED.search(name)]
-        recipes, unexpected = self._conversion.recipes(present)
+        recipes, unknown = self._conversion.recipes(present)
         made = {name: recipe for recipe in recipes for name in recipe.makes}
+        left_out = self._left_out(unknown)
+        unexpected = [name for name in unknown if name not in left_out]
         missing = sorted(self._names - made.keys())
         where = f"model {shards.source.name}"
         if missing:
             raise ConfigError(f"{where}: {len(missing)} tensors are missing, first {missing[0]}")
         if unexpected:
             raise ConfigError(f"{where}: {len(unexpected)} tensors belong to no parameter, first {unexpected[0]}")
+        if left_out:
+            self.remarks.append(
+                f"{where}: {len(left_out)} tensors are left out, first {min(left_out)}: no part of the {self.cut.num_layers} layers "
+                "that are trained (layers for drafting are none)"
+            )
+        if shards.unused:
+            more = f" and {len(shards.unused) - 1} more are" if shards.unused[1:] else " is"
+            self.remarks.append(f"{where}: {shards.unused[0]}{more} not read: {shards.listed_in} lists the weights")
         return made
+
+    def _left_out(self, unknown: list[str]) -> set[str]:
+        """Of tensors that belong to no parameter: what the model's class says is none, and layers past the last one."""
+        anatomy = self.cut.anatomy
+        layer = re.compile(rf"(?:{re.escape(anatomy.base)}\.)?{re.escape(anatomy.layers)}\.(\d+)\.")
+        ignored = [re.compile(pattern) for pattern in self.cut.skeleton()._keys_to_ignore_on_load_unexpected or ()]
+
+        def is_left_out(name: str) -> bool:
+            target = self._conversion.target_of(name)
+            past = (found := layer.match(target)) is not None and int(found[1]) >= self.cut.num_layers
+            return past or any(pattern.search(text) for pattern in ignored for text in (name, target))
+
+        return {name for name in unknown if is_left_out(name)}
 
     # ------------------------------------------------------------------------------------------------ stages
 

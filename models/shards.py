@@ -114,14 +114,15 @@ class Shards:
     """The tensors of one model.
 
     Raises:
-        ConfigError: one line naming the file: no weights, an index that is malformed, a shard that is missing, or one
-            that the index does not name.
+        ConfigError: one line naming the file: no weights, an index that is malformed, or a shard that is missing.
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._headers: dict[str, dict[str, Entry]] = {}
         index = source.path(INDEX_FILE)
+        #: The file that says which tensors are the model's.
+        self.listed_in = SINGLE_FILE if index is None else INDEX_FILE
         if index is not None:
             weight_map = _json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map or not all(
@@ -136,9 +137,8 @@ class Shards:
             hint = "its weights are pickled, which is never read: save it as safetensors first" if pickled else (
                 f"holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
             raise ConfigError(f"model {source.name}: {hint}")
-        extra = source.extra_shards(set(self._files.values()))
-        if extra:
-            raise ConfigError(f"model {source.name}: {extra[0]} is no shard that the index names; remove it, or name it there")
+        #: Files that look like shards and are none of the model's: another form of it, say.
+        self.unused = source.extra_shards(set(self._files.values()))
 
     @property
     def names(self) -> frozenset[str]:

@@ -163,11 +163,6 @@ def remove_shard(d: Path) -> str:
     return f"{shard.name}, which the index names, is missing"
 
 
-def add_shard(d: Path) -> str:
-    save_file({"x": torch.zeros(2)}, d / "model-99999.safetensors")
-    return "model-99999.safetensors is no shard that the index names"
-
-
 def truncate_shard(d: Path) -> str:
     shard = shard_of(d, "model.layers.3.mlp.up_proj.weight")
     shard.write_bytes(shard.read_bytes()[:-10])
@@ -238,7 +233,7 @@ def no_config(d: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [
-    remove_shard, add_shard, truncate_shard, cut_header, misplace_tensor, break_index, leave_the_directory, pickle_only,
+    remove_shard, truncate_shard, cut_header, misplace_tensor, break_index, leave_the_directory, pickle_only,
     no_weights, no_config, endless_shape, list_for_a_type, half_a_character,
 ])  # fmt: skip
 def test_damaged_files_are_named_when_the_run_is_created(damage: Callable[[Path], str], directory: Path) -> None:
@@ -248,14 +243,14 @@ def test_damaged_files_are_named_when_the_run_is_created(damage: Callable[[Path]
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", [remove_shard, truncate_shard, add_shard])
+@pytest.mark.parametrize("damage", [remove_shard, truncate_shard])
 def test_damaged_files_are_named_at_the_peer_that_needs_them(
     damage: Callable[[Path], str], directory: Path, saved: Path
 ) -> None:
     run = run_of(saved)
     message = damage(directory)
-    if damage is not add_shard:  # whoever needs none of that shard does not look at it
-        StageCompute(PretrainedFactory(run, Directory(directory)), 0, precision="fp32", seed=0)
+    # Whoever needs none of that shard does not look at it.
+    StageCompute(PretrainedFactory(run, Directory(directory)), 0, precision="fp32", seed=0)
     with pytest.raises(ConfigError, match=message):
         StageCompute(PretrainedFactory(run, Directory(directory)), 1, precision="fp32", seed=0)
 
@@ -266,13 +261,73 @@ def test_missing_and_unexpected_tensors_are_named_before_anything_is_read(direct
     with pytest.raises(ConfigError, match=r"1 tensors are missing, first model.layers.3.mlp.up_proj.weight"):
         PretrainedFactory(run, Directory(directory))
     shard = shard_of(directory, "model.norm.weight").name
-    added = {"model.layers.3.mlp.up_proj.weight": shard, "model.layers.6.mlp.up_proj.weight": shard, "odd": shard}
+    added = {"model.layers.3.mlp.up_proj.weight": shard, "model.layers.5.mlp.more.weight": shard, "odd": shard}
     edit_index(directory, lambda names: names.update(added))
-    with pytest.raises(ConfigError, match=r"2 tensors belong to no parameter, first model.layers.6.mlp.up_proj.weight"):
+    with pytest.raises(ConfigError, match=r"2 tensors belong to no parameter, first model.layers.5.mlp.more.weight"):
         PretrainedFactory(run, Directory(directory))
     edit_index(directory, lambda names: [names.pop(name) for name in list(added)[1:]])
     edit_index(directory, lambda names: names.update({"model.layers.0.self_attn.rotary_emb.inv_freq": shard}))
     PretrainedFactory(run, Directory(directory))  # what older versions saved though it is computed
+
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
+DRAFTING: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "glm4_moe": (
+        {"num_key_value_heads": 1, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "head_dim": 8,
+         "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        ["model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight", "model.layers.3.enorm.weight"],
+    ),
+    "deepseek_v3": (
+        {"num_key_value_heads": 2, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "n_group": 1,
+         "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+         "qk_nope_head_dim": 4, "v_head_dim": 8},
+        ["model.layers.3.embed_tokens.weight", "model.layers.3.mlp.experts.1.down_proj.weight"],
+    ),
+    "qwen3_next": (
+        {"num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "linear_num_value_heads": 2,
+         "shared_expert_intermediate_size": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        ["mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight", "mtp.norm.weight"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", DRAFTING)
+def test_layers_for_drafting_are_left_out_as_transformers_does_and_told(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options, extra = DRAFTING[family]
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **options})).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), **{name: torch.ones(4) for name in extra}}, path, metadata={"format": "pt"})
+    factory = factory_of(tmp_path, num_stages=2)
+    said = f"model {tmp_path}: {len(extra)} tensors are left out, first {min(extra)}: no part of the 3 layers that are trained"
+    assert factory.remarks[0].startswith(said)
+    assert [record.getMessage() for record in caplog.records if record.name == "models.pretrained"] == factory.remarks
+    found = {name: p.detach() for stage in range(2) for name, p in factory.build(stage).named_parameters()}
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_the_index_decides_and_other_copies_of_the_weights_are_named(
+    saved: Path, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_of(saved)
+    save_file({"x": torch.zeros(2)}, directory / "model.safetensors")
+    save_file({"x": torch.zeros(2)}, directory / "consolidated.safetensors")
+    assert run_of(directory).weights == run.weights
+    factory = PretrainedFactory(run, Directory(directory))
+    [remark] = factory.remarks
+    assert f"consolidated.safetensors and 1 more are not read: {INDEX_FILE} lists the weights" in remark
+    assert remark in caplog.text
+    single = tmp_path / "single"
+    AutoModelForCausalLM.from_pretrained(saved).save_pretrained(single)
+    shutil.copy(single / "model.safetensors", single / "consolidated.safetensors")
+    [remark] = PretrainedFactory(run_of(single), Directory(single)).remarks
+    assert "consolidated.safetensors is not read: model.safetensors lists the weights" in remark
 
 
 BAD_NUMBERS = [math.nan, -math.nan, math.inf, -math.inf]

@@ -95,8 +95,8 @@ class PretrainedFactory:
             raise ConfigError(f"{where}: {len(unexpected)} tensors belong to no parameter, first {unexpected[0]}")
         if left_out:
             self.remarks.append(
-                f"{where}: {len(left_out)} tensors are left out, first {min(left_out)}: no part of the {self.cut.num_layers} layers "
-                "that are trained (layers for drafting are none)"
+                f"{where}: {len(left_out)} tensors are left out, first {min(left_out)}: no part of the "
+                f"{self.cut.num_layers} layers that are trained (layers for drafting are none)"
             )
         if shards.unused:
             more = f" and {len(shards.unused) - 1} more are" if shards.unused[1:] else " is"

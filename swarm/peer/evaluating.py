@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarm.base.errors import LinkError, RemoteError
+from swarm.base.errors import LinkError, RemoteError, RemoteRefused
 from swarm.base.ids import Ticket
 from swarm.peer.link import Link, together
 from swarm.peer.passes import Passes
@@ -38,6 +38,8 @@ class Evaluator:
                         trained = await self._passes.evaluate(Ticket(record.step + 1, number), record.head, tensors, buffers)
                         return trained.loss_sum, trained.tokens
                     except (LinkError, RemoteError) as error:
+                        if isinstance(error, RemoteRefused) and error.code == "failed_everywhere":
+                            raise  # and it would again
                         logger.info("evaluation batch %d again: %s", number, error)
                         await asyncio.sleep(0.1 * (attempt + 1))
             raise RemoteError(f"evaluation batch {number} found no route")

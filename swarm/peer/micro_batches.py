@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -330,6 +331,8 @@ class MicroBatchServer:
             await self._device.complete(sent)
             below = await self._downstream(work, sent.payload, progress)
             tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
+        if not math.isfinite(loss_sum):
+            raise Refuse("failed", "the loss is not finite")
         work.move("evaluated")
         hop = m.Hop(
             stage=work.message.stage, peer=self._member.me.peer, accumulated=False, queue_s=outcome.queue_s,

@@ -99,8 +99,7 @@ class Tries:
                 reason = str(error)
             if num_failed == MAX_FAILURES:
                 raise TicketFailed(
-                    f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model, and its activations "
-                    f"the wire ({self._config.compression})?"
+                    f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?"
                 )
             self.num_retries += 1
             if loop.time() > give_up_at or self.stopping:

@@ -19,12 +19,12 @@ import torch
 
 from swarm.lifecycle.step import Entry
 from swarm.stage.accumulator import LARGEST, Accumulator
-from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, Worked, entry_of
+from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, Worked, entry_of, unfit
 from swarm.stage.executor import Priority, ThreadExecutor
 from swarm.stage.flat import empty_flat
 from swarm.stage.kernels import survey
 from swarm.stage.module import Tensors
-from swarm.wire.compression import NonFinite, code_tensor, decode_coded, decode_tensor, encode_tensor
+from swarm.wire.compression import code_tensor, decode_coded, decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
 
@@ -236,17 +236,13 @@ class _Part:
             self._checks.record_stream(stream)
 
     def payload(self) -> tuple[TensorSpec, Buffer]:
-        """Once the download is done.
-
-        Raises:
-            NonFinite: a finite value overflows in the codec.
-        """
+        """Once the download is done."""
         if self._checks is not None:
             low, high, *watched = self._host_checks.tolist()
             if not (math.isfinite(low) and math.isfinite(high)):
                 return encode_tensor(self.spec.name, self._tensor, "raw", self._role)
             if not all(map(math.isfinite, watched)):
-                raise NonFinite(f"{self.spec.name} in {self.spec.codec} is not finite")
+                return unfit(self.spec.name, self._tensor, self.spec.codec, self._role)
         return self.spec, self._host.numpy().data
 
 

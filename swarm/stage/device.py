@@ -8,6 +8,7 @@ A CPU has its results at once. A CUDA device (`cuda.py`) computes later than its
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,9 +20,11 @@ from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
 from swarm.stage.executor import ThreadExecutor
 from swarm.stage.module import Tensors
 from swarm.stage.norms import norm_of
-from swarm.wire.compression import all_finite, decode_tensor, encode_tensor
+from swarm.wire.compression import NonFinite, all_finite, decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 Payload = list[tuple[TensorSpec, Buffer]]
 Role = Literal["input", "grad"]
@@ -120,7 +123,8 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
-        """Encode and begin to copy out. Lossy codecs turn NaN into a number, so what is not finite travels raw."""
+        """Encode and begin to copy out. Lossy codecs turn NaN into a number, so what is not finite travels raw; a finite
+        value that the codec cannot hold is as good as infinite, see `unfit`."""
 
     @abc.abstractmethod
     def add(
@@ -155,6 +159,23 @@ def tamed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.masked_fill(~(tensor.isfinite() & (tensor.double().abs() <= LARGEST)), float("nan"))
 
 
+def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+    """What travels of a tensor with finite values that `codec` cannot hold: NaN, which makes an overflow of its ticket."""
+    logger.warning(
+        "%s has values up to %.3g, which the wire (--compression %s) does not carry: their ticket counts as an overflow",
+        name, float(tensor.detach().abs().max()), codec,
+    )  # fmt: skip
+    return encode_tensor(name, torch.full_like(tensor, float("nan")), "raw", role)
+
+
+def coded(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+    """What travels of a tensor, which is waited for."""
+    try:
+        return encode_tensor(name, tensor, codec if all_finite(tensor) else "raw", role)
+    except NonFinite:
+        return unfit(name, tensor, codec, role)
+
+
 class HostDevice(Device):
     """The CPU."""
 
@@ -172,12 +193,7 @@ class HostDevice(Device):
         }
 
     def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
-        return Outgoing([self._encode(name, tensor, codec, role) for name, tensor in tensors.items()])
-
-    def _encode(self, name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
-        if codec != "raw" and not all_finite(tensor):
-            codec = "raw"
-        return encode_tensor(name, tensor, codec, role)
+        return Outgoing([coded(name, tensor, codec, role) for name, tensor in tensors.items()])
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,

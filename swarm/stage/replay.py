@@ -14,11 +14,11 @@ import torch
 from swarm.base.ids import Ticket
 from swarm.lifecycle.step import Entry
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import entry_of, tamed
+from swarm.stage.device import coded, entry_of, tamed
 from swarm.stage.module import Tensors
 from swarm.stage.norms import finite, gradient_norms, norm_of
 from swarm.stage.versions import Version
-from swarm.wire.compression import all_finite, decode_tensor, encode_tensor
+from swarm.wire.compression import decode_tensor
 from swarm.wire.messages import Codec
 
 #: What a stage is told to have computed, in the order in which a micro-batch does.
@@ -74,7 +74,7 @@ def _over_the_wire(tensors: Tensors, codec: Codec) -> Tensors:
     """As the next stage gets them."""
     arrived = {}
     for name, tensor in tensors.items():
-        spec, buffer = encode_tensor(name, tensor.detach(), codec if all_finite(tensor) else "raw", "input")
+        spec, buffer = coded(name, tensor.detach(), codec, "input")
         arrived[name] = tamed(decode_tensor(spec, buffer, tensor.device))
     return arrived
 

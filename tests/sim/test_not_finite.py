@@ -8,7 +8,7 @@ import math
 import pytest
 from phases import until
 from simulation import Simulation
-from small_model import SmallFeed, small_config
+from small_model import SmallFeed, one_process, small_config
 
 from swarm.base.ids import Ticket
 from swarm.base.virtual_time import run_virtual
@@ -28,12 +28,13 @@ class Overflowing(SmallFeed):
         return batch
 
 
-def stopped(config, feed, **peers):
+def stopped(config, feed, alter=lambda simulation: None):
     """What the trainers of a run say as they end, its steps' records, and the lines of its metrics."""
 
     async def main():
         simulation = Simulation(config, seed=5, feed=feed)
-        await simulation.start(**{"peers_per_stage": 2, "trainers": 2, **peers})
+        await simulation.start(peers_per_stage=2, trainers=2)
+        alter(simulation)
         trainers = [node for name, node in simulation.nodes.items() if name.startswith("trainer")]
         said = []
         for trainer in trainers:
@@ -83,3 +84,77 @@ def test_fewer_skipped_steps_stop_nobody():
         await simulation.close()
 
     run_virtual(main())
+
+
+# ------------------------------------------------------------------------------------------------ the wire
+
+WIRE = {"precision": "fp32", "compression": "fp16"}
+
+
+def enlarge(simulation, is_large):
+    """What the peers of stage 1 hand on of such tickets is finite, but not in fp16."""
+    for peer in simulation.stage_peers(1):
+        compute = peer.member.compute
+
+        def forward(version, ticket, *args, original=compute.forward, **options):
+            activation = original(version, ticket, *args, **options)
+            if is_large(ticket) and activation.outputs is not None:
+                activation.outputs = {name: tensor + 70000.0 for name, tensor in activation.outputs.items()}
+            return activation
+
+        compute.forward = forward
+
+
+def test_a_ticket_whose_numbers_no_peer_can_send_is_ledgered_as_an_overflow_and_its_step_skipped(caplog):
+    """Every peer says so, and the run goes on."""
+    config = small_config(total_steps=4, **WIRE)
+    bad = Ticket(1, 3)
+
+    async def main():
+        simulation = Simulation(config, seed=5)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        enlarge(simulation, lambda ticket: ticket == bad)
+        await simulation.finish()
+        assert [simulation.commits[step].skipped for step in range(4)] == [False, True, False, False]
+        results = simulation.commits[1].results
+        assert all(result.num_tickets == config.tickets_per_step for result in results), "each ticket counts once"
+        assert max(result.num_overflow for result in results) == 1
+        losses = [simulation.commits[step].loss for step in (0, 2, 3)]
+        expected = one_process(config, skip={1}).losses
+        assert losses == pytest.approx([expected[step] for step in (0, 2, 3)], rel=1e-2)
+        await simulation.close()
+
+    run_virtual(main())
+    assert "which the wire (--compression fp16) does not carry" in caplog.text
+
+
+def test_a_model_whose_numbers_do_not_fit_the_wire_stops_with_a_line_that_names_the_wire():
+    config = small_config(total_steps=50, **WIRE)
+    said, _, _ = stopped(config, SmallFeed(config), lambda simulation: enlarge(simulation, lambda ticket: True))
+    assert all("fp16 carries nothing above 65504, as bf16 and 8bit do" in text for text in said)
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+
+
+def test_an_evaluation_whose_loss_is_not_finite_is_told_and_holds_nobody_up(caplog):
+    config = small_config(total_steps=4, eval_samples=8, eval_every=2)
+
+    class BadEvaluation(SmallFeed):
+        def eval_batches(self):
+            batches = super().eval_batches()
+            batches[-1].inputs["x"][0] = math.nan
+            return batches
+
+    async def main():
+        simulation = Simulation(config, seed=5, feed=BadEvaluation(config))
+        await simulation.start(peers_per_stage=2, trainers=1)
+        began = asyncio.get_running_loop().time()
+        await simulation.finish()
+        assert asyncio.get_running_loop().time() - began < 10.0
+        assert simulation.nodes["trainer0"].evaluations == []
+        await simulation.close()
+
+    run_virtual(main())
+    assert "no evaluation after step 2: " in caplog.text
+    assert "the loss is not finite" in caplog.text

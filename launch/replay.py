@@ -22,6 +22,7 @@ from launch.arguments import (
 )
 from launch.logs import Announcer
 from launch.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
+from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
 from launch.reports import NO_REPORTS, Reports
 from launch.runner import main_of
 from launch.ticket_files import RecordedTicket, recorded
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 PROGRAM = "replay_ticket"
 #: By stage.
 Checkpoints = dict[int, "StageCheckpoint"]
-#: Norms that differ by less, relatively, are the same: another device, or another order of a sum, makes so much.
-TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -54,10 +53,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--index", metavar="I", type=count, default=None,
                         help="of the ticket within the step (default: the first that is recorded)")
     parser.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
-                        help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
+                        help="where to compute; auto takes for each stage the kind of device that computed it in the swarm, "
+                        "if this machine has one")
     parser.add_argument("--tolerance", metavar="X", type=positive_number, default=None,
                         help="relative difference of norms that counts as none (default, by precision: "
-                        + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items()) + ")")
+                        + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items())
+                        + "; more between kinds of devices, as the wire's code makes it)")
     add_data_options(parser.add_argument_group("data"))
     add_model_option(parser)
     add_import_option(parser)
@@ -66,7 +67,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.devices import before_importing_torch, resolve_device
+    from launch.devices import before_importing_torch
 
     before_importing_torch()
     from swarm.stage.replay import first_parting
@@ -78,21 +79,27 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     found = recorded(options.checkpoints, config_bytes, step=options.step, index=options.index)
     checkpoints = _checkpoints(options, config)
     ticket = _with_those_parameters(found, checkpoints)
-    here = _replayed(options, config, config_bytes, checkpoints, ticket, resolve_device(options.device))
-    tolerance = TOLERANCES[config.precision] if options.tolerance is None else options.tolerance
+    where = _places(options, ticket)
+    kinds = [place.kind for place in where]
+    here = _replayed(options, config, config_bytes, checkpoints, ticket, where)
+    tolerance = options.tolerance
+    if tolerance is None:
+        tolerance = tolerance_between(ticket.kinds, kinds, precision=config.precision, compression=config.compression)
     losses = (ticket.loss_sum / max(1, ticket.tokens), here.entry.loss_sum / max(1, here.entry.tokens))
     parting = first_parting(ticket.norms, here.norms, losses, tolerance=tolerance)
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
-    for line in _lines(ticket, here, losses):
+    for line in _lines(ticket, here, kinds, losses):
         announcer.line(_text(line), **line)
     what = f"ticket {ticket.index} of step {ticket.step}"
     if parting is None:
-        announcer.say(f"{what}: the swarm computed the same, within {tolerance:g}", parted=False)
+        said = f"the swarm computed the same, within {tolerance:g} ({kinds_text(ticket.kinds, kinds)})"
+        announcer.say(f"{what}: {said}", parted=False, tolerance=tolerance)
         return EXIT_DONE
     peer = ticket.peers[parting.stage]
     announcer.say(
-        f"{what}: swarm and this machine part at stage {parting.stage} ({_NAMES[parting.name]}), which peer {peer[:8]} computed",
-        parted=True, stage=parting.stage, peer=peer, at=parting.name,
+        f"{what}: swarm and this machine part at stage {parting.stage} ({_NAMES[parting.name]}), which peer {peer[:8]} computed, "
+        f"by more than {tolerance:g} ({kinds_text(ticket.kinds, kinds)})",
+        parted=True, stage=parting.stage, peer=peer, at=parting.name, tolerance=tolerance,
     )  # fmt: skip
     return EXIT_FAILED
 
@@ -109,8 +116,18 @@ def _config_bytes(options: Namespace) -> bytes:
     return found[0].config_bytes
 
 
+def _places(options: Namespace, ticket: RecordedTicket) -> list[Place]:
+    """Where each stage is computed here."""
+    from launch.devices import resolve_device
+
+    best = resolve_device(options.device)
+    devices = {best.partition(":")[0]: best, "cpu": "cpu"}
+    return places(ticket.kinds, devices, wanted=None if options.device == "auto" else best)
+
+
 def _replayed(
-    options: Namespace, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, ticket: RecordedTicket, device: str
+    options: Namespace, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, ticket: RecordedTicket,
+    where: Sequence[Place],
 ) -> Replayed:
     import torch
 
@@ -124,25 +141,28 @@ def _replayed(
     step = Ticket(ticket.step - 1, ticket.index)
     batch = feed.batch(step)
     inputs, labels = (
-        {name: torch.from_numpy(array).to(device) for name, array in part.items()} for part in (batch.inputs, batch.labels)
+        {name: torch.from_numpy(array) for name, array in part.items()} for part in (batch.inputs, batch.labels)
     )
-    make = _stages(options, config, config_bytes, checkpoints, device)
+    make = _stages(options, config, config_bytes, checkpoints, where)
     return replay(make, config.num_stages, step, inputs, labels, codec=CODECS[config.compression])
 
 
 def _stages(
-    options: Namespace, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, device: str
+    options: Namespace, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, where: Sequence[Place]
 ) -> Callable[[int], tuple[StageCompute, Version]]:
     """What makes a stage with the parameters that the ticket used."""
     from models.registry import factory_of
     from swarm.lifecycle.record import genesis_record
     from swarm.stage.compute import StageCompute
+    from swarm.stage.device import compute_as
     from swarm.stage.versions import make_version
 
     source = weights_for(config, options.model) if options.model is not None else None
     factory = factory_of(config, may_import=options.allow_import, source=source)
 
     def make(stage: int) -> tuple[StageCompute, Version]:
+        device = where[stage].device
+        compute_as(where[stage].kind)
         compute = StageCompute(
             factory, stage, precision=config.precision, seed=config.seed, device=device, frozen=config.frozen
         )
@@ -201,14 +221,15 @@ def _with_those_parameters(found: list[RecordedTicket], checkpoints: Checkpoints
 _NAMES = {"output": "output", "loss": "loss", "gradient": "input gradient", "parameters": "parameter gradient"}
 
 
-def _lines(ticket: RecordedTicket, here: Replayed, losses: tuple[float, float]) -> list[dict[str, Any]]:
+def _lines(ticket: RecordedTicket, here: Replayed, kinds: Sequence[str], losses: tuple[float, float]) -> list[dict[str, Any]]:
     """Both computations side by side."""
     lines: list[dict[str, Any]] = []
     for stage, (peer, swarm, own) in enumerate(zip(ticket.peers, ticket.norms, here.norms, strict=True)):
         pairs = {name: (swarm.get(name), own.get(name)) for name in ("output", "parameters", "gradient")}
         if stage == len(ticket.peers) - 1:
             pairs["output"] = losses
-        lines.append({"stage": stage, "peer": peer, **{
+        on = {"computed_on": ticket.kinds[stage], "computed_on_here": kinds[stage]}
+        lines.append({"stage": stage, "peer": peer, **on, **{
             f"{name}{of}": value for name, pair in pairs.items() for of, value in zip(("", "_here"), pair, strict=True)
         }})  # fmt: skip
     lines[-1] = {key.replace("output", "loss"): value for key, value in lines[-1].items()}

@@ -72,6 +72,7 @@ class _Stage(m.Norms):
     """What one stage's peer computed, in such a line."""
 
     peer: m.PeerIdField
+    computed_on: m.KindField | None = None
 
 
 class RecordedTicket(m.Part):
@@ -93,7 +94,12 @@ class RecordedTicket(m.Part):
     @property
     def norms(self) -> list[dict[str, float]]:
         """By stage and name."""
-        return [stage.model_dump(exclude={"peer"}, exclude_none=True) for stage in self.stages]
+        return [stage.model_dump(exclude={"peer", "computed_on"}, exclude_none=True) for stage in self.stages]
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """By stage: of the device that computed it; None where nobody told."""
+        return [stage.computed_on for stage in self.stages]
 
 
 def recorded(roots: Iterable[Path], config_bytes: bytes, *, step: int, index: int | None) -> list[RecordedTicket]:

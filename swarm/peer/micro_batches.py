@@ -23,7 +23,7 @@ from swarm.peer.load import LoadMeter
 from swarm.peer.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
-from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked
+from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked, kind_of
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tensors
 from swarm.stage.norms import finite, gradient_norms, norm_of
@@ -214,6 +214,7 @@ class MicroBatchServer:
             forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
             num_bytes=work.num_bytes, recomputed=activation.recomputed,
             norms=m.Norms(**finite(told.values)) if told.values else None,
+            computed_on=kind_of(self._compute.device) if message.with_norms else None,
         )  # fmt: skip
         return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
 

@@ -109,7 +109,8 @@ class TicketReport:
             "step": self.ticket.step + 1, "index": self.ticket.index, "run": self.run, "head": self.head,
             "loss_sum": self.trained.loss_sum, "tokens": self.trained.tokens,
             "stages": [
-                {"peer": hop.peer, **(hop.norms.model_dump() if hop.norms is not None else {})} for hop in self.trained.hops
+                {"peer": hop.peer, "computed_on": hop.computed_on,
+                 **(hop.norms.model_dump() if hop.norms is not None else {})} for hop in self.trained.hops
             ],
         }  # fmt: skip
 

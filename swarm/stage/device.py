@@ -233,6 +233,17 @@ def on_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return copy_to_device(tensor, torch.device(name))
 
 
+def kind_of(name: str) -> str:
+    """What kind of device `cpu` or `cuda:N` is to whoever compares numbers: its type, and whether this process has it keep
+    ten bits of the factors of fp32 products (TF32)."""
+    return torch.device(name).type + ("" if torch.get_float32_matmul_precision() == "highest" else "-tf32")
+
+
+def compute_as(kind: str) -> None:
+    """Have this process's devices compute as `kind_of` told of another one."""
+    torch.set_float32_matmul_precision("high" if kind.endswith("-tf32") else "highest")
+
+
 def device_of(name: str) -> Device:
     """The device `cpu` or `cuda:N`; called on the event loop that will use it."""
     if torch.device(name).type == "cpu":

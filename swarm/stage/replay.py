@@ -14,7 +14,7 @@ import torch
 from swarm.base.ids import Ticket
 from swarm.lifecycle.step import Entry
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import coded, entry_of, tamed
+from swarm.stage.device import Payload, coded, entry_of, tamed
 from swarm.stage.module import Tensors
 from swarm.stage.norms import finite, gradient_norms, norm_of
 from swarm.stage.versions import Version
@@ -45,38 +45,39 @@ def replay(
         make: a stage, and the version that the ticket uses.
         num_stages: of the model.
         ticket: seeds dropout.
-        inputs, labels: of the micro-batch, on the stages' device.
+        inputs, labels: of the micro-batch, on the CPU. Stages may be on devices of their own.
         codec: of what crosses a boundary.
     """
     norms: list[dict[str, torch.Tensor]] = [{} for _ in range(num_stages)]
-    received = [inputs]
+    sent = [[coded(name, tensor, "raw", "input") for name, tensor in inputs.items()]]
     for stage in range(num_stages - 1):
         compute, version = make(stage)
-        outputs = compute.forward(version, ticket, received[stage], None, keep_graph=False).outputs or {}
+        received = _arrived(sent[stage], compute.device)
+        outputs = compute.forward(version, ticket, received, None, keep_graph=False).outputs or {}
         norm = norm_of(outputs.values())
         norms[stage] = {} if norm is None else {"output": norm}
-        received.append(_over_the_wire(outputs, codec))
-    gradients: Tensors | None = None
+        sent.append([coded(name, tensor.detach(), codec, "input") for name, tensor in outputs.items()])
+    answer: Payload | None = None
     entry = Entry(0, 0.0)
     for stage in reversed(range(num_stages)):
         compute, version = make(stage)
-        activation = compute.forward(version, ticket, received[stage], labels if compute.last else None, keep_graph=True)
+        received, gradients = _arrived(sent[stage], compute.device), None
+        if answer is not None:
+            gradients = _arrived(answer, compute.device)
+        placed = {name: tensor.to(compute.device) for name, tensor in labels.items()} if compute.last else None
+        activation = compute.forward(version, ticket, received, placed, keep_graph=True)
         if compute.last:
             outputs = activation.outputs or {}
             entry = entry_of(int(outputs["tokens"]), float(outputs["loss_sum"].detach()))
         result = compute.backward(activation, gradients)
         norms[stage] |= gradient_norms(result.inputs, norm_of(result.parameters), loss_scale=version.record.loss_scale)
-        gradients = _over_the_wire(result.inputs, codec)
+        answer = [coded(name, tensor, codec, "grad") for name, tensor in result.inputs.items()]
     return Replayed([finite({name: float(norm) for name, norm in each.items()}) for each in norms], entry)
 
 
-def _over_the_wire(tensors: Tensors, codec: Codec) -> Tensors:
-    """As the next stage gets them."""
-    arrived = {}
-    for name, tensor in tensors.items():
-        spec, buffer = coded(name, tensor.detach(), codec, "input")
-        arrived[name] = tamed(decode_tensor(spec, buffer, tensor.device))
-    return arrived
+def _arrived(payload: Payload, device: str) -> Tensors:
+    """As the next stage gets it."""
+    return {spec.name: tamed(decode_tensor(spec, buffer, device)) for spec, buffer in payload}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ StageField = Annotated[int, Field(ge=0, lt=1024)]
 StepField = Annotated[int, Field(ge=0, lt=2**40)]
 IndexField = Annotated[int, Field(ge=0, lt=MAX_TICKETS)]
 NameField = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+#: What kind of device computed: `cpu`, `cuda`, or `cuda-tf32` with shortened fp32 products.
+KindField = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,32}$")]
 TextField = Annotated[str, StringConstraints(max_length=2000)]
 Indexes = Annotated[tuple[IndexField, ...], FailFast(), Field(max_length=MAX_TICKETS)]
 
@@ -290,8 +292,9 @@ class Hop(Part):
     failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], FailFast(), Field(max_length=64)] = ()
     #: Those of them that were waited for until nothing had advanced for `stall_s`.
     stalled: Annotated[tuple[PeerIdField, ...], FailFast(), Field(max_length=64)] = ()
-    #: If the request asked for them.
+    #: If the request asked for them; and on what they were computed.
     norms: Norms | None = None
+    computed_on: KindField | None = None
 
 
 Route = Annotated[tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=64)], ...], FailFast(), Field(max_length=1024)]

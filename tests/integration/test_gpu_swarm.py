@@ -1,4 +1,4 @@
-"""`launch_local` on a GPU trains as on a CPU: its graphs, streams and kernels change no loss."""
+"""`launch_local` on a GPU trains as on a CPU: its graphs, streams and kernels change no loss. What it recorded is replayed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 import torch
 from processes import environment, launcher
 
+from launch.replay import main as replay_ticket
+
 WITHIN_S = 120.0
 SHAPE = ["--stages", 2, "--peers-per-stage", 1, "--steps", 6, "--precision", "fp64", "--compression", "none"]
 
 
-def losses(directory: Path, device: str, *argv: object) -> tuple[list[float], str]:
+def losses(directory: Path, device: str, *argv: object, **variables: str) -> tuple[list[float], str]:
     """Loss of each step, and what the stages logged."""
     metrics, state = directory / f"{device[:4]}.jsonl", directory / device[:4]
     where = ["--device", device, "--state-dir", state, "--metrics", metrics, "--log-level", "info"]
     command = launcher("local", *SHAPE, *where, *argv)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=WITHIN_S)
+    done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, check=False, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
     logs = "".join(log.read_text() for log in (state / "logs").glob("stage-*.log"))
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()], logs
@@ -40,3 +42,30 @@ def test_a_gpu_trains_as_a_cpu_does(argv: tuple[object, ...], tmp_path: Path) ->
     found, logs = losses(tmp_path, "cuda:0", *argv)
     assert found == pytest.approx(expected, rel=1e-8)
     assert logs.count("they are used") == 2, "one line from each stage: so small a model is all launches"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize(
+    ("device", "shortened", "kind", "other", "tolerances"),
+    [
+        ("cpu", "0", "cpu", "cuda:0", (1e-3, 1.3e-2)), ("cuda:0", "0", "cuda", "cpu", (1e-3, 1.3e-2)),
+        ("cuda:0", "1", "cuda-tf32", "cpu", (1e-3, 1.3e-2)),
+    ],
+    ids=["cpu", "gpu", "gpu with TF32"],
+)  # fmt: skip
+def test_a_ticket_is_replayed_on_the_kind_of_device_that_computed_it_and_another_accuses_nobody(
+    device: str, shortened: str, kind: str, other: str, tolerances: tuple[float, float], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    losses(tmp_path, device, "--precision", "fp32", "--compression", "8bit", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=shortened)
+    argv = ["--checkpoints", str(tmp_path / device[:4]), "--step", "1", "--log-format", "json"]
+    try:
+        for where, tolerance in zip(([], ["--device", other]), tolerances, strict=True):
+            code = replay_ticket([*argv, *where])
+            *stages, verdict = map(json.loads, capsys.readouterr().out.splitlines())
+            assert (code, verdict["tolerance"]) == (0, tolerance), (stages, verdict)
+            assert [line["computed_on"] for line in stages] == [kind] * 2
+            same = [line["computed_on_here"] == kind for line in stages]
+            assert same == [not where] * 2, stages
+    finally:
+        torch.set_float32_matmul_precision("highest")

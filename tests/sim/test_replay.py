@@ -63,7 +63,9 @@ def test_what_the_swarm_computed_is_computed_again(healthy, step, capsys):
     stages, verdict = said(capsys)
     assert verdict["parted"] is False
     assert [line["stage"] for line in stages] == [0, 1, 2]
+    assert verdict["message"].endswith("the swarm computed the same, within 0.001 (computed on cpu as there)")
     for line in stages:
+        assert (line["computed_on"], line["computed_on_here"]) == ("cpu", "cpu"), "whatever devices this machine has"
         names = {"parameters", "loss" if line["stage"] == 2 else "output", *(["gradient"] if line["stage"] else [])}
         for name in names:
             assert line[name] == pytest.approx(line[f"{name}_here"], rel=1e-6), (line["stage"], name)
@@ -89,6 +91,20 @@ def test_a_peer_whose_weights_were_altered_is_named(tmp_path, capsys):
         verdicts.append(altered)
     assert any(verdicts), "the altered peer computed no ticket of the step"
     assert replay(["--checkpoints", str(tmp_path), "--step", "1", "--quiet"]) == 0, "before that it was sound"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_another_kind_of_device_accuses_nobody(healthy, capsys):
+    """Its numbers are others where the 8-bit wire rounds the other way; what counts as none follows from that."""
+    argv = ["--checkpoints", str(healthy), "--step", "5", "--device", "cuda:0", "--log-format", "json"]
+    assert replay(argv) == 0
+    stages, verdict = said(capsys)
+    assert verdict["tolerance"] == 1.3e-2
+    assert "stages 0, 1, 2 on cuda here, on cpu there" in verdict["message"]
+    names = ("output", "parameters", "gradient", "loss")
+    pairs = [(line[name], line[f"{name}_here"]) for line in stages for name in names if line.get(name) is not None]
+    worst = max(abs(one / other - 1) for one, other in pairs)
+    assert 0 < worst < 1.3e-2 / 4, f"{worst:.1e}: the default leaves little room"
 
 
 def test_an_overflow_has_no_norm_and_stops_nobody(tmp_path, capsys):

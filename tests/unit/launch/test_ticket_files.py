@@ -22,7 +22,7 @@ RUN = run_id_of(CONFIG.to_bytes())
 
 def report(step: int, index: int, *, loss_sum: float = 1.5) -> TicketReport:
     """`step` counts from 1."""
-    hops = (Hop(stage=0, peer="2" * 40, accumulated=True, norms=Norms(output=3.0)),)
+    hops = (Hop(stage=0, peer="2" * 40, accumulated=True, norms=Norms(output=3.0), computed_on="cuda-tf32"),)
     return TicketReport(RUN, Ticket(step - 1, index), f"{step:064x}", Trained(hops=hops, loss_sum=loss_sum, tokens=7))
 
 
@@ -57,6 +57,7 @@ def test_a_ticket_is_found_below_any_root_each_time_that_it_was_computed(tmp_pat
     assert [(ticket.index, ticket.loss_sum) for ticket in found] == [(3, 1.0), (3, 2.0)]
     assert found[0].norms == [{"output": 3.0}]
     assert found[0].peers == ["2" * 40]
+    assert found[0].kinds == ["cuda-tf32"]
     with pytest.raises(ConfigError, match=r"ticket 5 of step 21 is not recorded in .*, others are: 3, 4"):
         recorded([tmp_path], CONFIG.to_bytes(), step=21, index=5)
     with pytest.raises(ConfigError, match=r"no ticket of step 2 is recorded .* here are steps 21"):
@@ -69,7 +70,8 @@ def test_a_ticket_is_found_below_any_root_each_time_that_it_was_computed(tmp_pat
     "changed",
     [{"index": -5}, {"index": 10**30}, {"index": "three"}, {"tokens": "some"}, {"tokens": 10**400}, {"step": 20}, {"step": 0},
      {"head": 5}, {"stages": []},
-     {"loss_sum": float("nan")}, {"stages": [{"peer": "2" * 40, "output": float("inf")}]}, {"stages": [{"peer": "2" * 40}] * 2}],
+     {"loss_sum": float("nan")}, {"stages": [{"peer": "2" * 40, "output": float("inf")}]}, {"stages": [{"peer": "2" * 40}] * 2},
+     {"stages": [{"peer": "2" * 40, "computed_on": "a GPU?"}]}],
     ids=str,
 )  # fmt: skip
 def test_a_line_that_was_changed_is_left_out(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -21,14 +22,17 @@ import numpy as np
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.feed.chat import Example, example_of, is_conversation
+from swarm.feed.chat import ChatReader, Example
 from swarm.feed.dotted import import_factory, is_dotted
 from swarm.feed.packing import PackedExamples
 from swarm.feed.samples import ArraySamples, Batch, Samples, TokenWindows
 from swarm.feed.sources import BUILTIN, Record, records_of
 from swarm.feed.tokenizers import Tokenizer
+from swarm.feed.turns import is_conversation
 
 __all__ = ["ArraySamples", "Batch", "Dataset", "TokenWindows", "open_dataset"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,23 @@ def open_dataset(config: RunConfig, data: str | None, eval_data: str | None, tok
             raise ConfigError(f"data {source}: a custom dataset brings its own evaluation samples, not {eval_data}")
         return _custom(source, config)
     train = _read(source, tokenizer)
+    wants_eval = config.eval_samples > 0 and (eval_data is not None or config.eval_fraction > 0)
     if eval_data is not None:
-        evaluation, eval_source = _read(eval_data, tokenizer), eval_data
+        held_out = _samples(_read(eval_data, tokenizer), config, eval_data, required=wants_eval)
     else:
         split = len(train) - math.floor(len(train) * config.eval_fraction)
-        train, evaluation, eval_source = train[:split], train[split:], f"the held-out part of {source}"
-    wants_eval = config.eval_samples > 0 and (eval_data is not None or config.eval_fraction > 0)
+        if split == len(train) and wants_eval and not isinstance(train, np.ndarray):
+            logger.warning("data %s: %g (eval_fraction) of %d conversations is less than one: nothing is held out, nothing is "
+                           "evaluated; eval_data names data for that", source, config.eval_fraction, len(train))
+            wants_eval = False
+        held_out = _samples(train[split:], config, f"the held-out part of {source}", required=wants_eval)
+        train = train[:split]
     samples = _samples(train, config, source, required=True)
-    held_out = _samples(evaluation, config, eval_source, required=wants_eval)
     return Dataset(_name_of(source), samples, held_out if len(held_out) else None)
 
 
-#: A row of tokens, or examples.
-Content = np.ndarray | Sequence[Example]
+#: A row of tokens, or the examples of each conversation: what is held out shares no conversation with what is trained.
+Content = np.ndarray | Sequence[Sequence[Example]]
 
 
 def _samples(content: Content, config: RunConfig, where: str, *, required: bool) -> Samples:
@@ -82,8 +90,8 @@ def _samples(content: Content, config: RunConfig, where: str, *, required: bool)
         samples: Samples = TokenWindows(content, length)
         problem = f"{len(content)} tokens are too few for one sample of {length} + 1"
     else:
-        samples = PackedExamples(content, length, packed=config.packing)
-        problem = f"of {len(content)} examples none has anything to learn within sequence_length {length}"
+        samples = PackedExamples(itertools.chain.from_iterable(content), length, packed=config.packing)
+        problem = f"of {len(content)} conversations none has anything to learn within sequence_length {length}"
     if required and not len(samples):
         raise ConfigError(f"data {where}: {problem}")
     return samples
@@ -102,24 +110,30 @@ def _read(source: str, tokenizer: Tokenizer) -> Content:
     records = itertools.chain([first], records)
     if not is_conversation(first[1]):
         return _row(records, source, tokenizer)
-    return [_example(record, tokenizer, where) for where, record in records]
+    reader = ChatReader(tokenizer)
+    examples = [_examples(record, reader, where) for where, record in records]
+    tally = reader.tally
+    logger.log(logging.INFO if tally.is_plain() else logging.WARNING, "data %s: %s", source, tally.told())
+    return examples
 
 
-def _example(record: Record, tokenizer: Tokenizer, where: str) -> Example:
+def _examples(record: Record, reader: ChatReader, where: str) -> Sequence[Example]:
     if not is_conversation(record):
         raise ConfigError(f'{where}: has neither "messages" nor "prompt" and "completion", as the records before it')
-    return example_of(record, tokenizer, where)
+    return reader.examples_of(record, where)
 
 
 def _row(records: Iterator[tuple[str, Record]], source: str, tokenizer: Tokenizer) -> np.ndarray:
-    """All documents in one row, joined by the tokenizer's separator."""
+    """All documents in one row, each with the tokenizer's own first tokens, split by what ends one."""
     row: list[np.ndarray] = []
     for where, record in records:
         text = record.get("text")
         if not isinstance(text, str):
             raise ConfigError(f'{where}: has no string field "text", and no "messages" or "prompt" and "completion"')
         if text:
-            row += [tokenizer.encode(text), tokenizer.separator]
+            ids = tokenizer.encode(text)
+            before, after = tokenizer.framing(ids)
+            row += [before, ids, after]
     if not row:
         raise ConfigError(f"data {source}: holds no text")
     return np.concatenate(row[:-1])

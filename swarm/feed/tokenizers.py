@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
+#: What a chat template takes for today where no run has a date: Llama's own writes it where there is no clock.
+DATE_OF_NO_RUN = datetime.date(2024, 7, 26)
 #: Long documents are tokenised in pieces of whole lines of about this many characters, to bound memory.
 _PIECE_CHARS = 2**20
 
@@ -30,17 +33,23 @@ class Tokenizer(Protocol):
     separator: np.ndarray
     #: Tokens that the model expects before a text.
     start: np.ndarray
+    #: Whether a chat template has asked for today's date, and was told the one that the tokenizer was opened with.
+    has_told_date: bool
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of one document, without special tokens: 1-d, of an unsigned dtype that holds the vocabulary."""
         ...
 
-    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """As `encode`, and the index of the character at which each token begins: int64 [n].
+    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `encode`, and the indices of each token's first character and of the one after its last: int64 [n] each.
 
         Raises:
             ConfigError: this tokenizer cannot tell.
         """
+        ...
+
+    def framing(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`start` and `separator` for a document of the tokens `ids`, without what it brings itself."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
@@ -59,13 +68,18 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"swarm byte tokenizer 1").hexdigest()
     separator = np.frombuffer(b"\n\n", dtype=np.uint8)
     start = np.array([], dtype=np.uint8)
+    has_told_date = False
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8)
 
-    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tokens = self.encode(text)
-        return tokens, np.cumsum((tokens & 0xC0) != 0x80) - 1  # every byte but the first of a character is 10xxxxxx
+        starts = np.cumsum((tokens & 0xC0) != 0x80) - 1  # every byte but the first of a character is 10xxxxxx
+        return tokens, starts, starts + 1
+
+    def framing(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.start, self.separator
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
         raise ConfigError("byte-level tokens have no chat template; name a tokenizer directory that has one (--tokenizer)")
@@ -74,11 +88,15 @@ class ByteTokenizer:
 class DirectoryTokenizer:
     """A transformers tokenizer saved in a directory. Documents are split by its end-of-text token, if it has one.
 
+    Args:
+        directory: where it is.
+        date: what its chat template is told if it asks for today's.
+
     Raises:
         ConfigError: if there is no such directory, or transformers does not understand it.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, date: datetime.date = DATE_OF_NO_RUN) -> None:
         path = Path(directory)
         if not path.is_dir():
             raise ConfigError(f"tokenizer {directory}: no such directory")
@@ -102,6 +120,8 @@ class DirectoryTokenizer:
         self.separator = np.array([] if end is None else [end], dtype=self._dtype)
         self.start = self._tokens_before("a")
         self._where = f"tokenizer {directory}"
+        self._midnight = datetime.datetime.combine(date, datetime.time())
+        self.has_told_date = False
 
     def _tokens_before(self, text: str) -> np.ndarray:
         """What the tokenizer itself puts before a text."""
@@ -116,31 +136,49 @@ class DirectoryTokenizer:
         ]
         return np.concatenate(pieces) if pieces else np.array([], dtype=self._dtype)
 
-    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if not self._tokenizer.is_fast:
             raise ConfigError(f"{self._where}: has no tokenizer.json, which alone tells where each token begins")
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
-        return np.array(found["input_ids"], dtype=self._dtype), starts
+        spans = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return np.array(found["input_ids"], dtype=self._dtype), spans[:, 0], spans[:, 1]
+
+    def framing(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        brings_start = len(self.start) > 0 and np.array_equal(ids[: len(self.start)], self.start)
+        brings_end = len(self.separator) > 0 and np.array_equal(ids[-1:], self.separator)
+        return self.start[: 0 if brings_start else None], self.separator[: 0 if brings_end else None]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
         if not self._tokenizer.chat_template:
             raise ConfigError(f"{self._where}: has no chat template (chat_template.jinja)")
         try:
+            template = self._tokenizer.get_chat_template(None, tools or None)
+            self._set_clock(template)
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=not is_answered
-            )
+                list(messages), tools=tools or None, chat_template=template, tokenize=False,
+                add_generation_prompt=not is_answered,
+            )  # fmt: skip
         except Exception as error:  # a template raises what it likes, jinja2's own kinds among it
             raise ConfigError(f"the chat template refuses it: {_first_line(error)}") from None
 
+    def _set_clock(self, template: str) -> None:
+        """Give the template the run's date. transformers keeps compiled templates and hands no function of ours to them."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
-def open_tokenizer(tokenizer: str | None) -> Tokenizer:
-    """The tokenizer in directory `tokenizer`, or the byte-level one.
+        _compile_jinja_template(template).globals["strftime_now"] = self._told_date
+
+    def _told_date(self, form: str) -> str:
+        self.has_told_date = True
+        return self._midnight.strftime(form)
+
+
+def open_tokenizer(tokenizer: str | None, *, date: datetime.date = DATE_OF_NO_RUN) -> Tokenizer:
+    """The tokenizer in directory `tokenizer`, or the byte-level one; `date` is what a chat template takes for today's.
 
     Raises:
         ConfigError: naming the directory and what is wrong with it.
     """
-    return ByteTokenizer() if tokenizer is None else DirectoryTokenizer(tokenizer)
+    return ByteTokenizer() if tokenizer is None else DirectoryTokenizer(tokenizer, date=date)
 
 
 def _pieces(text: str) -> Iterator[str]:

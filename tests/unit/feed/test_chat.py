@@ -13,7 +13,7 @@ import pytest
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
-from swarm.feed.chat import Example, example_of
+from swarm.feed.chat import ChatReader, Example
 from swarm.feed.feed import open_feed
 from swarm.feed.packing import PackedExamples
 from swarm.feed.sources import records_of
@@ -35,6 +35,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(directory: Path) -> DirectoryTokenizer:
     return DirectoryTokenizer(str(directory))
+
+
+def example_of(record: dict[str, Any], tokenizer: Tokenizer, where: str) -> Example:
+    [example] = ChatReader(tokenizer).examples_of(record, where)
+    return example
 
 
 def parts(example: Example, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
@@ -73,7 +78,7 @@ def test_a_prompt_and_its_completion_as_messages_or_as_plain_text(tokenizer: Dir
     assert as_bytes.trained.tolist() == [False] * 2 + [True] * 5
 
 
-def test_an_earlier_turn_that_the_template_rewrites_is_not_trained(tmp_path: Path) -> None:
+def test_an_earlier_turn_that_the_template_rewrites_gets_an_example_of_its_own(tmp_path: Path) -> None:
     # As models that think: what they thought is cut out of all turns but the last.
     thinking = TEMPLATE.replace(
         "{{ message.content }}", "{{ message.content if loop.last else message.content.split('/')[-1] }}"
@@ -81,8 +86,17 @@ def test_an_earlier_turn_that_the_template_rewrites_is_not_trained(tmp_path: Pat
     write_chat_tokenizer(tmp_path, template=thinking)
     tokenizer = DirectoryTokenizer(str(tmp_path))
     said = {"role": "assistant", "content": "one two/three"}
-    example = example_of({"messages": [ASK, said, ASK, said]}, tokenizer, "x")
-    assert [text for trained, text in parts(example, tokenizer) if trained] == ["one two/three<|end|>"]
+    reader = ChatReader(tokenizer)
+    examples = reader.examples_of({"messages": [ASK, said, ASK, said]}, "x")
+    asked = "<|user|>what is the capital of france<|end|><|assistant|>"
+    assert [parts(example, tokenizer) for example in examples] == [
+        [(False, asked), (True, "one two/three<|end|>")],
+        [(False, f"{asked}three<|end|>{asked}"), (True, "one two/three<|end|>")],
+    ]
+    assert reader.tally.told() == (
+        "1 conversations, 2 answers are trained; 1 are examples of their own, for the chat template rewrites them once the "
+        "conversation goes on"
+    )
 
 
 @pytest.mark.parametrize(

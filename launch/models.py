@@ -65,7 +65,16 @@ def fields_of(place: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def vocab_size_of(config: RunConfig) -> int | None:
     """Tokens that the run's model knows, as far as it can be told without building it."""
-    options = {**PRESET_OPTIONS.get(config.model, {}), **config.model_options}
+    stated = stated_vocab_size(config)
+    return _vocab_size_in(PRESET_OPTIONS.get(config.model, {})) if stated is None else stated
+
+
+def stated_vocab_size(config: RunConfig) -> int | None:
+    """As `vocab_size_of`, but None where a preset says it: its model takes another one as well."""
+    return _vocab_size_in(config.model_options)
+
+
+def _vocab_size_in(options: Mapping[str, Any]) -> int | None:
     size = options.get("vocab_size", (options.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 

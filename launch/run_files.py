@@ -8,11 +8,20 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 from launch.arguments import MAX_PROCESSES
-from launch.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, tokenizer_in, vocab_size_of
+from launch.models import (
+    TOKENIZER_DIRECTORY,
+    described,
+    fields_of,
+    place_of,
+    stated_vocab_size,
+    tokenizer_in,
+    vocab_size_of,
+)
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
@@ -168,10 +177,10 @@ def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunC
     return parse_config(merged, where=" with ".join(sources), given=overrides if is_saved else None)
 
 
-def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
-    """`config` with the digests of this machine's data and tokenizer, and a vocabulary that holds the tokenizer's.
+def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None) -> RunConfig:
+    """`config` with the digests of this machine's data and tokenizer, and with the tokenizer's vocabulary if it has none.
 
-    Reads the data; may take seconds.
+    Reads the data; may take seconds. `today` (by default that of UTC) is what a chat template is told that asks for it.
 
     Raises:
         ConfigError: the data is unusable, or is not the data whose digest the configuration states.
@@ -181,8 +190,15 @@ def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
     if config.data_digest and config.dataset != BUILTIN and paths.data is None:
         raise ConfigError(f"the run's data is {config.dataset}: name it with --data")
     paths = paths.with_tokenizer()
-    known = vocab_size_of(config) if paths.tokenizer is None else None  # else the model gets the tokenizer's, below
-    found = describe_data(config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=known)
+    gets_vocabulary = (
+        paths.tokenizer is not None and config.model != PRETRAINED and not is_dotted(config.model)
+        and stated_vocab_size(config) is None
+    )  # fmt: skip
+    found = describe_data(
+        config, paths.data, paths.eval_data, paths.tokenizer,
+        vocab_size=None if gets_vocabulary else vocab_size_of(config),
+        today=today or datetime.now(UTC).date(),
+    )  # fmt: skip
     if paths.model is not None:
         found |= described(paths.model)
     for key, named in DIGEST_KEYS.items():
@@ -192,11 +208,8 @@ def create_run(config: RunConfig, paths: DataPaths) -> RunConfig:
             raise ConfigError(f"{key}: {here}: name the run's {named}")
     vocab_size = found.pop("vocab_size")
     fields = {**config.model_dump(), **found}
-    if paths.tokenizer is not None and not is_dotted(config.model):
-        stated = config.model_options.get("vocab_size", vocab_size)
-        if stated < vocab_size:
-            raise ConfigError(f"model_options.vocab_size {stated}: the tokenizer has {vocab_size} tokens")
-        fields["model_options"] = {**config.model_options, "vocab_size": stated}
+    if gets_vocabulary:
+        fields["model_options"] = {**config.model_options, "vocab_size": vocab_size}
     return RunConfig(**fields)
 
 

@@ -5,6 +5,7 @@ The bytes of the creator's configuration are kept verbatim: `run_id` hashes them
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Iterable
@@ -163,6 +164,10 @@ class RunConfig(BaseModel):
     dataset: str = Field("builtin", max_length=200, description="name of the data for people, never a path")
     data_digest: str = Field("", description="digest of training and evaluation data; a trainer with other data is refused")
     tokenizer_digest: str = Field("", description="digest of the tokenizer")
+    template_date: str = Field(
+        "", description="YYYY-MM-DD, told to a chat template that asks for today's; by default the day on which the run is "
+        "created, in UTC, if it asks"
+    )
     packing: bool = Field(True, description="several short conversations share a sample, and do not see each other")
     eval_fraction: float = Field(0.1, ge=0, lt=1, description="part of the data held out if no evaluation data is given")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
@@ -188,6 +193,13 @@ class RunConfig(BaseModel):
     @classmethod
     def _patterns(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("template_date")
+    @classmethod
+    def _date(cls, value: str) -> str:
+        if value and datetime.date.fromisoformat(value).isoformat() != value:
+            raise ValueError(f"{value!r} is no date such as 2026-07-26")
+        return value
 
     @model_validator(mode="after")
     def _cross_check(self) -> RunConfig:

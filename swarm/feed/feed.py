@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.feed.datasets import Batch, Dataset, open_dataset
 from swarm.feed.order import sample_indices
-from swarm.feed.tokenizers import open_tokenizer
+from swarm.feed.tokenizers import DATE_OF_NO_RUN, open_tokenizer
 
 __all__ = ["Batch", "Feed", "describe_data", "open_feed"]
 
@@ -49,7 +50,7 @@ def open_feed(
     Raises:
         ConfigError: if the data or the tokenizer cannot be read, is not that of the run, or has tokens that the model has not.
     """
-    encoder = open_tokenizer(tokenizer)
+    encoder = open_tokenizer(tokenizer, date=_date_of(config) or DATE_OF_NO_RUN)
     _require_same("tokenizer", tokenizer or "byte-level", encoder.digest, config.tokenizer_digest)
     dataset = open_dataset(config, data, eval_data, encoder)
     _require_known_tokens(dataset, vocab_size)
@@ -59,28 +60,36 @@ def open_feed(
 
 
 def describe_data(
-    config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None, *, vocab_size: int | None = None
-) -> dict[str, Any]:
+    config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None, *, vocab_size: int | None = None,
+    today: datetime.date = DATE_OF_NO_RUN,
+) -> dict[str, Any]:  # fmt: skip
     """What a run's creator writes into its `RunConfig`, under its field names, and the vocabulary's size.
 
     Args:
         vocab_size: of the model, where it is known.
+        today: what a chat template that asks is told, from now on by all peers, if the run has no date yet.
 
     Returns:
-        `dataset`, `data_digest`, `tokenizer_digest` (str) and `vocab_size` (int).
+        `dataset`, `data_digest`, `tokenizer_digest`, `template_date` (str) and `vocab_size` (int, of the tokenizer).
 
     Raises:
         ConfigError: if the data or the tokenizer cannot be read, or the data has tokens that the model has not.
     """
-    encoder = open_tokenizer(tokenizer)
+    date = _date_of(config) or today
+    encoder = open_tokenizer(tokenizer, date=date)
     dataset = open_dataset(config, data, eval_data, encoder)
     _require_known_tokens(dataset, vocab_size)
     return {
         "dataset": dataset.name,
         "data_digest": dataset.digest(),
         "tokenizer_digest": encoder.digest,
+        "template_date": date.isoformat() if encoder.has_told_date else config.template_date,
         "vocab_size": encoder.vocab_size,
     }
+
+
+def _date_of(config: RunConfig) -> datetime.date | None:
+    return datetime.date.fromisoformat(config.template_date) if config.template_date else None
 
 
 def _require_known_tokens(dataset: Dataset, vocab_size: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ from launch.models import copy_tokenizer, vocab_size_of
 from launch.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from tests.unit.feed.chat_tokenizer import write_chat_tokenizer
+from swarm.base.ids import Ticket
+from swarm.feed.feed import open_feed
+from swarm.feed.tokenizers import DirectoryTokenizer
+from tests.unit.feed.chat_tokenizer import TEMPLATE, write_chat_tokenizer
 
 
 def resolve(*argv: str):
@@ -96,6 +101,52 @@ def test_a_run_whose_data_has_tokens_that_its_model_has_not_is_refused_by_its_cr
     config = RunConfig(model="causal-lm", model_options={"model_type": "llama", "vocab_size": 100})
     with pytest.raises(ConfigError, match="and the model has tokens 0 to 99"):
         create_run(config, DataPaths())
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_only_for_tokens_that_the_data_has(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path / "tokenizer")
+    tokenizer = DirectoryTokenizer(str(tmp_path / "tokenizer"))
+    known = tokenizer.vocab_size - 1
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text("abcd " * 40)
+    other.write_text(text.read_text() + tokenizer._tokenizer.decode([known]))
+    config = RunConfig(
+        model="causal-lm", model_options={"model_type": "llama", "vocab_size": known}, sequence_length=8, eval_samples=0
+    )  # fmt: skip
+    run = create_run(config, DataPaths(data=str(text), tokenizer=str(tmp_path / "tokenizer")))
+    assert run.model_options["vocab_size"] == known
+    with pytest.raises(ConfigError, match=rf"data other\.txt: holds token {known}, and the model has tokens 0 to {known - 1}"):
+        create_run(config, DataPaths(data=str(other), tokenizer=str(tmp_path / "tokenizer")))
+    unsaid = config.model_copy(update={"model_options": {"model_type": "llama"}})
+    run = create_run(unsaid, DataPaths(data=str(other), tokenizer=str(tmp_path / "tokenizer")))
+    assert run.model_options["vocab_size"] == tokenizer.vocab_size, "a model that is made here takes the tokenizer's"
+
+
+def test_a_template_that_writes_the_date_is_told_the_day_of_the_runs_creation_for_ever(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path / "tokenizer", template="[{{ strftime_now('%d %b %Y %H:%M') }}]" + TEMPLATE)
+    chat = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    paths = DataPaths(data=str(chat), tokenizer=str(tmp_path / "tokenizer"))
+    new_year, next_day = datetime.date(2026, 12, 31), datetime.date(2027, 1, 1)
+    config = RunConfig(sequence_length=40, eval_samples=0, micro_batch_size=1, target_batch_size=1)
+    run = create_run(config, paths, today=new_year)
+    assert run.template_date == "2026-12-31"
+    again = create_run(run, paths, today=next_day)
+    assert again.to_bytes() == run.to_bytes(), "the run goes on after midnight"
+    feed = open_feed(run, paths.data, None, paths.tokenizer)  # as a trainer that joins does, whatever its clock says
+    tokens = feed.batch(Ticket(0, 0)).inputs["input_ids"][0]
+    text = DirectoryTokenizer(str(tmp_path / "tokenizer"))._tokenizer.decode(tokens.tolist())
+    assert text.startswith("[31 Dec 2026 00:00]<|user|>one")
+    assert create_run(config, paths, today=next_day).data_digest != run.data_digest
+    given = create_run(config.model_copy(update={"template_date": "2026-12-31"}), paths, today=next_day)
+    assert given.to_bytes() == run.to_bytes(), "who gives the date gets the same run on any day"
+
+
+def test_a_run_whose_template_asks_for_no_date_has_none(tmp_path: Path) -> None:
+    assert create_run(RunConfig(), DataPaths(), today=datetime.date(2026, 12, 31)).template_date == ""
+    with pytest.raises(ConfigError, match="template_date: "):
+        resolve("--template-date", "yesterday")
 
 
 def test_a_state_directory_belongs_to_one_run(tmp_path: Path) -> None:

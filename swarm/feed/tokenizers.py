@@ -106,8 +106,14 @@ class DirectoryTokenizer:
         try:
             from transformers import AutoTokenizer  # seconds to import: only when asked for
 
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            # Unless it is told that code in the directory is not wanted, transformers asks on the terminal.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the broken file led to
+            if "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"tokenizer {directory}: it is made by code of its own (auto_map in tokenizer_config.json), which is never "
+                    "run; name a directory whose tokenizer.json a class of transformers reads (--tokenizer)"
+                ) from None
             raise ConfigError(f"tokenizer {directory}: {_first_line(error)}") from None
         self.vocab_size = len(self._tokenizer)
         digest = hashlib.sha256(b"swarm tokenizer directory 1")

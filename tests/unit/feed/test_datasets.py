@@ -277,6 +277,20 @@ def test_long_documents_give_the_same_words_in_pieces(word_tokenizer: Path, monk
     assert tokenizer.encode("").tolist() == []
 
 
+def test_a_tokenizer_that_is_made_by_code_of_its_own_is_refused_without_a_question(
+    word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
+    (word_tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    (word_tokenizer / "tokenization_mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    with pytest.raises(ConfigError, match=r"code of its own .*never run; name a directory"):
+        DirectoryTokenizer(str(word_tokenizer))
+    assert not asked
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_directory_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere: no such directory"):
         DirectoryTokenizer(str(tmp_path / "nowhere"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from models.hub import Hub, is_hub_id
 from models.presets import PRESET_OPTIONS, PRETRAINED
 from models.shards import Directory, Shards, read_config
+from models.stored_codes import require_full_precision, without_method
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import is_dotted
@@ -60,7 +61,7 @@ def fields_of(place: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is malformed.
     """
-    return {"model": PRETRAINED, "model_options": {**read_config(source_of(place)), **options}}
+    return {"model": PRETRAINED, "model_options": {**without_method(read_config(source_of(place))), **options}}
 
 
 def vocab_size_of(config: RunConfig) -> int | None:
@@ -86,6 +87,7 @@ def described(place: str) -> dict[str, Any]:
         ConfigError: one line naming the file and what is wrong with it.
     """
     source = source_of(place)
+    _require_values(source)
     return {"weights": Shards(source).stated_digests(), "weights_source": source.name if isinstance(source, Hub) else ""}
 
 
@@ -96,9 +98,14 @@ def require_whole(place: str) -> None:
         ConfigError: one line naming the file and what is wrong with it.
     """
     if Path(place).is_dir() and any(Path(place).glob("*.safetensors")):
-        shards = Shards(source_of(place))
-        for name in shards.names:
-            shards.entry(name)
+        _require_values(source_of(place))
+
+
+def _require_values(source: Source) -> None:
+    """Refuse a quantized checkpoint. Of a directory every header is read; of a hub's files only the names are known."""
+    shards = Shards(source)
+    types = {name: shards.entry(name).dtype if isinstance(source, Directory) else None for name in shards.names}
+    require_full_precision(source.name, read_config(source), types, tell=True)
 
 
 def tokenizer_in(place: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ import torch
 from models.causal_lm import CausalLMFactory
 from models.conversion import Conversion, Recipe
 from models.cost import ModelCost
-from models.shards import Entry, Shards, Source, block_digests, block_of
+from models.shards import Entry, Shards, Source, block_digests, block_of, read_config
+from models.stored_codes import FLOATS, method_of, refusal, require_full_precision
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.stage.module import replace_parameters, saved_buffers
@@ -82,6 +83,7 @@ class PretrainedFactory:
 
     def _account(self, shards: Shards) -> dict[str, Recipe]:
         """Strict in both directions; a head that is tied to the embedding may be left out, or be there twice."""
+        require_full_precision(shards.source.name, read_config(shards.source), dict.fromkeys(shards.names))
         present = [name for name in shards.names if not _COMPUTED.search(name)]
         recipes, unknown = self._conversion.recipes(present)
         made = {name: recipe for recipe in recipes for name in recipe.makes}
@@ -155,6 +157,7 @@ class PretrainedFactory:
             names = sorted(needed)
         entries = {name: shards.entry(name) for name in names}
         for name, recipe in needed.items():
+            self._require_values(name, entries[name], [targets[x] for x in recipe.makes if x in targets])
             if recipe.rule is None and recipe.makes[0] in targets:
                 _require_shape(recipe.makes[0], entries[name].shape, targets[recipe.makes[0]], str(entries[name].path))
         leaves: dict[str, tuple[Entry, bytes]] = {}
@@ -171,6 +174,13 @@ class PretrainedFactory:
                 self._make(found, {source: gathered.pop(source) for source, _ in found.sources}, targets, takers)
         if not by_file:
             self._verify(block_digests(leaves))
+
+    def _require_values(self, name: str, entry: Entry, targets: Sequence[torch.Tensor]) -> None:
+        """Codes in place of the values of a parameter; a buffer may hold whole numbers."""
+        if entry.dtype not in FLOATS and all(target.is_floating_point() for target in targets):
+            assert self._shards is not None
+            method = method_of(read_config(self._shards.source))
+            raise refusal(self._source_name, method, f"{name} is of type {entry.dtype}")
 
     def _make(
         self, recipe: Recipe, tensors: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
@@ -240,7 +250,7 @@ class _Copy:
     """Puts a tensor's bytes, as they come, into its place; None takes nothing."""
 
     def __init__(self, entry: Entry, target: torch.Tensor | None) -> None:
-        self._dtype = _DTYPES[entry.dtype]
+        self._dtype = _DTYPES.get(entry.dtype, torch.uint8)
         self._target = None if target is None else target.view(-1)
 
     def __call__(self, offset: int, chunk: memoryview) -> None:

@@ -26,8 +26,10 @@ from swarm.base.errors import ConfigError
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-#: Bytes of each element by the format's name of the type.
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+#: Bytes of each element by the format's name of the type. Some are of codes only, see `stored_codes`.
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+               "U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
+               "F6_E2M3": 0.75, "F6_E3M2": 0.75, "F4": 0.5}  # fmt: skip
 #: Of each floating type: integers of its width, and the bits of its positive infinity. NaNs are above it.
 _INFINITY: dict[str, tuple[Any, Any, int]] = {
     "F64": (np.int64, np.uint64, 0x7FF << 52), "F32": (np.int32, np.uint32, 0xFF << 23),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,4 +115,19 @@ def test_a_hub_id_fetches_only_the_shards_of_the_stage(model: Path, tokenizer: P
         assert [float(x) for x in values.split()] == pytest.approx([layer[3, 5], head[2, 1]])
         assert "is not the run's: model-00003-of-00004.safetensors has digest" in refused, "a directory is no better"
         assert unknown.startswith("model owner/none: no such directory here, and from the hub: ")
+        assert "cache" not in unknown, "the hub has spoken"
+    # The hub is gone: what a peer had fetched is enough for it, and who has everything creates the same run.
+    again = python(LOAD, hub, tmp_path / "peer", made.stdout, "")
+    assert again.stdout.splitlines() == [values], again.stderr
+    assert f"taking commit {COMMIT} from the cache" in again.stderr
+    for branches, revision in ((["main"], ""), (["main"], f"@{COMMIT}"), ([], "")):
+        cache = tmp_path / f"cache{len(branches)}{len(revision)}" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
+        shutil.copytree(model, cache / "snapshots" / COMMIT)
+        (cache / "refs").mkdir()
+        for branch in branches:
+            (cache / "refs" / branch).write_text(COMMIT)
+        offline = python(CREATE, hub, cache.parents[1], REPOSITORY + revision, str(tokenizer))
+        assert offline.stdout == made.stdout, offline.stderr
+    nowhere = python(CREATE, hub, tmp_path / "empty", REPOSITORY, str(tokenizer))
+    assert "it is not in the cache" in nowhere.stderr
     assert os.environ.get("HF_ENDPOINT") is None, "only the processes above played with it"

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from launch.control_groups import cpus_allowed, memory_left
 from swarm.base.errors import ConfigError
 
 #: Part of the memory that is free at the start which stages may take if nothing else is said.
@@ -69,19 +70,13 @@ def device_memory(device: str) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that this process can still get: its control group's and its own limits included."""
+    """Bytes of main memory that this process can still get: its control groups' and its own limits included."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no control group, or one without a limit ("max")
-        pass
-    return max(min(free, _below_own_limits()), 2**20)
+    return max(min(free, memory_left(), _below_own_limits()), 2**20)
 
 
 def _below_own_limits() -> int:
@@ -121,5 +116,6 @@ def use_threads(num_threads: int | None) -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may run on, and no more than what its control groups let it have of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, round(min(cores, cpus_allowed())))

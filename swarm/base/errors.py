@@ -44,6 +44,10 @@ class Unreachable(LinkError):
     """No connection could be made: the request was never delivered."""
 
 
+class UnknownHost(Unreachable):
+    """No name service that this machine asks knows the host."""
+
+
 class Stalled(LinkError):
     """The connection stood, but no counter advanced within the deadline."""
 

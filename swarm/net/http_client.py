@@ -17,7 +17,7 @@ import yarl
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import StreamWriter
 
-from swarm.base.errors import LinkBroken, RemoteProtocolError, Unreachable
+from swarm.base.errors import LinkBroken, RemoteProtocolError, UnknownHost, Unreachable
 from swarm.base.ids import Address
 from swarm.net.exchange import Patience, chunks_of, one_line
 from swarm.net.http_frames import Body, FrameReader
@@ -82,6 +82,8 @@ class HttpClient:
             return result
         except aiohttp.ConnectionTimeoutError:
             raise Unreachable(f"{what}: no connection within {self._connect_s:g} s") from None
+        except aiohttp.ClientConnectorDNSError as error:
+            raise UnknownHost(f"{what}: the name {address.host} is not known ({_reason(error.os_error)})") from None
         except aiohttp.ClientConnectorError as error:
             raise Unreachable(f"{what}: {_reason(error.os_error)}") from None
         except (aiohttp.InvalidURL, ValueError) as error:  # a host or port that cannot be one

@@ -12,13 +12,14 @@ import os
 import pickle
 import random
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from swarm.base.errors import LinkBroken, RemoteProtocolError, Stalled, Unreachable
+from swarm.base.errors import LinkBroken, RemoteProtocolError, Stalled, UnknownHost, Unreachable
 from swarm.base.ids import Address
 from swarm.net.exchange import Bounds
 from swarm.net.http import HttpTransport
@@ -472,3 +473,20 @@ def test_more_connections_than_a_process_may_have_files_neither_fill_its_log_nor
         server.kill()
         _, errors = server.communicate()
     assert errors == ""
+
+
+def test_a_name_that_no_service_knows_is_told_from_a_peer_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+
+    async def scenario() -> None:
+        transport = HttpTransport()
+        try:
+            with pytest.raises(UnknownHost, match=r"the name nowhere\.test is not known \(Name or service not known\)"):
+                await transport.call(Address("nowhere.test", 4000), Frame(Ack()), stall_s=5.0)
+        finally:
+            await transport.close()
+
+    asyncio.run(scenario())

@@ -20,6 +20,10 @@ from swarm.base.errors import ConfigError, InternalError, SwarmError
 #: `(child's name, report)`; reports are what the child passed to `Reports.send`, with its `event`.
 OnReport = Callable[[str, dict[str, Any]], None]
 
+#: A child that writes, and is told to end, gets so long, in seconds, while what it writes does not grow: for a busy disk.
+WRITING_S = 60.0
+_LOOK_EVERY_S = 0.25
+
 
 @dataclass(kw_only=True, eq=False)
 class Child:
@@ -127,26 +131,46 @@ class Children:
         child.pid = await asyncio.shield(child.started)  # cancelling the caller must not cancel the future
         return child
 
-    async def stop(self, *, grace_s: float) -> list[str]:
-        """End every child: SIGTERM, after `grace_s` SIGKILL. Returns the names of those that had to be killed."""
-        alive = [child for child in self._children.values() if child.alive]
+    async def stop(
+        self, *, grace_s: float, among: str = "", written: Callable[[Child], int] = lambda child: -1
+    ) -> list[str]:
+        """End every child whose name begins with `among`: SIGTERM, after `grace_s` SIGKILL.
+
+        Args:
+            grace_s: seconds that a child gets to end, and again for each time that what it writes has grown.
+            among: "" for all.
+            written: bytes that a child has written of what it is writing now, for which it gets longer; -1 if it writes nothing.
+
+        Returns:
+            The names of those that had to be killed.
+        """
+        clock = asyncio.get_running_loop().time
+        alive = [child for child in self._children.values() if child.alive and child.name.startswith(among)]
+        late: list[Child] = []
+        seen = {child: (written(child), clock()) for child in alive}
         for child in alive:
             child.signal(signal.SIGTERM)
-        if alive:
-            await asyncio.wait([child.ended for child in alive], timeout=grace_s)
-        late = [child for child in alive if child.alive]
+        while pending := [child for child in alive if child.alive and child not in late]:
+            await asyncio.wait([child.ended for child in pending], timeout=min(grace_s, _LOOK_EVERY_S),
+                               return_when=asyncio.FIRST_COMPLETED)
+            for child in pending:
+                count, (before, at) = written(child), seen[child]
+                if count != before:
+                    seen[child] = count, clock()
+                elif clock() - at >= (grace_s if count < 0 else max(grace_s, WRITING_S)):
+                    late.append(child)
         for child in late:
             child.signal(signal.SIGKILL)
         if late:
             await asyncio.wait([child.ended for child in late], timeout=2.0)
         return [child.name for child in late]
 
-    async def close(self, *, grace_s: float) -> None:
-        """Stop every child and the server; afterwards no process of theirs is left."""
+    async def close(self, *, grace_s: float, written: Callable[[Child], int] = lambda child: -1) -> None:
+        """Stop every child and the server, as `stop` does; afterwards no process of theirs is left."""
         if self._process is None:
             return
         try:
-            await self.stop(grace_s=grace_s)
+            await self.stop(grace_s=grace_s, written=written)
         finally:
             if self._writer is not None:
                 self._writer.close()  # the server sees the end of the stream and exits

@@ -97,6 +97,15 @@ def adopt_complete(state_dir: Path, num_stages: int, peers_per_stage: int) -> li
     return copied
 
 
+def bytes_under_way(peer_dir: Path, pid: int) -> int:
+    """What process `pid` has written of the checkpoints that it is writing now; -1 if it is not writing any."""
+    num_bytes = -1
+    for partial in peer_dir.glob(f"checkpoints/stage-*/.partial-*-{pid}"):
+        with contextlib.suppress(OSError):
+            num_bytes = max(num_bytes, 0) + sum(file.stat().st_size for file in partial.iterdir())
+    return num_bytes
+
+
 def require_own(state_dir: Path, run: RunId) -> None:
     """A directory whose run file is gone goes on with the run whose checkpoints it holds, and no other.
 

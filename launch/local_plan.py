@@ -21,6 +21,8 @@ RUN_FILE = "run.json"
 #: Of a stage.
 DEFAULT_PEERS_PER_STAGE = 2
 DEFAULT_TRAINERS = 1
+#: Writes `--metrics`.
+METRICS_TRAINER = "trainer-0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ def peer_commands(config: RunConfig, plan: SwarmPlan, backbone: Address, num_dev
         words = [*join, *plan.paths.with_tokenizer().arguments()]
         if plan.in_flight is not None:
             words += ["--in-flight", str(plan.in_flight)]
-        if plan.metrics is not None and index == 0:
+        if plan.metrics is not None and f"trainer-{index}" == METRICS_TRAINER:
             words += ["--metrics", str(plan.metrics)]
         commands.append(Command(f"trainer-{index}", "launch_trainer", words))
     return commands

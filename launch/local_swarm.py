@@ -1,54 +1,48 @@
 """The processes of a local swarm, from the first to the last: start order, who may die, clean-up, summary.
 
-Owns what a child's end means: a stage process may die and the run goes on; a trainer or the backbone may not.
+Owns what a child's end means: a stage process may die and the run goes on; so may a trainer beside another, not the backbone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shlex
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
+from launch.arguments import EXIT_USAGE
 from launch.children import Child, Children
-from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint, require_own
+from launch.daemon_thread import in_daemon_thread
+from launch.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
 from launch.local_plan import (
     DEFAULT_PEERS_PER_STAGE,
     DEFAULT_TRAINERS,
+    METRICS_TRAINER,
     Command,
     SwarmPlan,
     backbone_command,
     peer_commands,
 )
+from launch.metrics import MetricsFile
 from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run_files import create_run, require_same, still_needed
 from launch.runner import Stopper
-from launch.status import ask
 from launch.step_lines import goes_on_text, loss_text
 from launch.view import Picture, PlainView, Row
+from launch.watching import watch_peers
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
 from swarm.peer.link import together
 
-if TYPE_CHECKING:
-    from swarm.net.transport import Transport
-
-T = TypeVar("T")
-
 #: Time for children to end by themselves, in seconds: after a finished run they may still write a checkpoint.
 GRACE_DONE_S = 30.0
 GRACE_STOPPED_S = 3.0
 _REFRESH_S = 0.25
-_ASK_EVERY_S = 1.0
-_ASK_TIMEOUT_S = 1.0
 #: Characters of a child's log that a failure quotes at most.
 _MAX_WORDS = 300
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -76,6 +70,8 @@ class LocalSwarm:
         self._evaluation: tuple[int, float] | None = None
         self._best: tuple[int, float] | None = None  # the evaluation with the lowest loss
         self._backbone = Address("", 0)  # known once it serves
+        #: Of this process, once the trainer that wrote it has died.
+        self._metrics: MetricsFile | None = None
         #: Torch-free processes come from a server that imports little, and so at once.
         self._light = Children(plan.log_dir, self._report, preload="launch.preload:nothing", name="light_fork_server")
         self._heavy = Children(plan.log_dir, self._report, argument=config.to_bytes().decode())
@@ -126,7 +122,7 @@ class LocalSwarm:
     async def _start_backbone(self) -> Address:
         await self._light.start()
         plan = self._plan
-        self._described = described = await _in_daemon_thread(lambda: create_run(self._config, plan.paths))
+        self._described = described = await in_daemon_thread(lambda: create_run(self._config, plan.paths))
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
@@ -179,16 +175,30 @@ class LocalSwarm:
             row.state, row.in_flight = f"ended ({_how(code)})", None
             if child.name in running and code == 0:
                 running.discard(child.name)
+            elif child.name in running and code != EXIT_USAGE and self._serving[child.name].done() and len(running) > 1:
+                running.discard(child.name)
+                self._lost_trainer(child, sorted(running))
             elif not child.name.startswith("stage-") or (code > 0 and not self._serving[child.name].done()):
                 raise self._failure(child)
             else:
                 self._lost_stage_process(child, row.stage)
 
+    def _lost_trainer(self, child: Child, left: list[str]) -> None:
+        """The others get its tickets; what it wrote of the steps is written here from now on."""
+        self._view.event(f"{self._end_of(child)}; the run goes on with {', '.join(left)}")
+        if child.name == METRICS_TRAINER and self._plan.metrics is not None:
+            self._metrics = MetricsFile(self._plan.metrics)
+            if self._step is not None:
+                self._metrics.append(self._step)
+
+    def _end_of(self, child: Child) -> str:
+        text = f"{child.name} (pid {child.pid}) ended: {_how(child.ended.result())}"
+        message = self._messages.get(child.name)
+        return f"{text}: {message}" if message else text
+
     def _lost_stage_process(self, child: Child, stage: int | None) -> None:
         left = [name for name, row in self._picture.rows.items() if row.stage == stage and self._children[name].alive]
-        text = f"{child.name} (pid {child.pid}) ended: {_how(child.ended.result())}"
-        if message := self._messages.get(child.name):
-            text += f": {message}"
+        text = self._end_of(child)
         if left:
             text += f"; stage {stage} goes on with {', '.join(left)}"
         else:
@@ -221,6 +231,8 @@ class LocalSwarm:
             self._look_at_what_is_kept()
         elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
             self._step = self._picture.step = report
+            if self._metrics is not None:
+                self._metrics.append(report)
             self._view.step(report)
         elif event == "goes_on" and (self._step is None or report["step"] > self._step["step"]):
             if self._step is None:  # else a trainer was started again, and steps had committed meanwhile
@@ -275,32 +287,8 @@ class LocalSwarm:
             await asyncio.sleep(_REFRESH_S)
 
     async def _watch_peers(self) -> None:
-        """Ask every peer how it is, once a second, where somebody looks at a picture that is redrawn."""
-        if not self._view.redraws:
-            return
-        from swarm.net.http import HttpTransport
-
-        transport = HttpTransport(connect_s=_ASK_TIMEOUT_S)
-        try:
-            while True:
-                names = [name for name, child in self._children.items() if child.alive and self._serving[name].done()]
-                await asyncio.gather(*(self._watch_peer(transport, name) for name in names))
-                await asyncio.sleep(_ASK_EVERY_S)
-        finally:
-            await transport.close()
-
-    async def _watch_peer(self, transport: Transport, name: str) -> None:
-        row, child = self._picture.rows[name], self._children[name]
-        try:
-            status = await ask(transport, self._serving[name].result(), timeout_s=_ASK_TIMEOUT_S)
-        except SwarmError:
-            state = "silent"
-        else:
-            state = status.state
-            row.step, in_flight = status.step if status.step >= 0 else None, status.detail.get("in_flight")
-            row.in_flight = in_flight if isinstance(in_flight, int) else None
-        if child.alive:
-            row.state = state
+        if self._view.redraws:
+            await watch_peers(self._picture, self._children, self._serving)
 
     # -------------------------------------------------------------------------------------------- end
 
@@ -312,7 +300,7 @@ class LocalSwarm:
             again = f"go on from its last checkpoint with: {self._again}"
             return SwarmError(f"{ended}, and the run stops without it; {again}")
         why = message or " | ".join(child.last_words(num_lines=3))[-_MAX_WORDS:] or "it said nothing"
-        self._is_refused = code == 2
+        self._is_refused = code == EXIT_USAGE
         kind = ConfigError if self._is_refused else SwarmError
         return kind(f"{ended}: {why}" if self._leaves_no_trace else f"{ended}: {why}; see {child.log}")
 
@@ -335,9 +323,17 @@ class LocalSwarm:
         return self._plan.state_dir_is_new and (is_refused or set(self._children) <= {"backbone"})
 
     async def _clean_up(self, grace_s: float) -> None:
-        """Afterwards no process is left. The backbone goes last, so that the others can still say goodbye to it."""
-        await self._heavy.close(grace_s=grace_s)
+        """Afterwards no process is left, and what had committed is on disk.
+
+        Trainers go first, so that no step ends while stages write; the backbone last, so that all can say goodbye to it.
+        """
+        await self._heavy.stop(grace_s=grace_s, among="trainer-")
+        await self._heavy.close(
+            grace_s=grace_s, written=lambda child: bytes_under_way(self._plan.state_dir / child.name, child.pid)
+        )
         await self._light.close(grace_s=GRACE_STOPPED_S)
+        if self._metrics is not None:
+            self._metrics.close()
         if self._leaves_no_trace:
             shutil.rmtree(self._plan.state_dir, ignore_errors=True)
 
@@ -386,28 +382,6 @@ class LocalSwarm:
         fault = self._kept.fault(self._step["step"] if self._step else 0, newest)
         if fault:
             raise SwarmError(f"{fault}; see {self._plan.log_dir}")
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """Run `work` beside the loop, in a thread that does not keep the process when it is interrupted."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error is not None else done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await done
 
 
 def _how(code: int) -> str:

@@ -162,12 +162,24 @@ def run_peer(
             stopper.on_stop = peer.stop
             await peer.run()
         finally:
-            try:
-                await asyncio.wait_for(peer.close(), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                _log.warning("closing took over %.0f s; what was left is dropped", CLOSE_TIMEOUT_S)
+            await _close(peer)
 
     return run_until_done(work, serves_until_stopped=serves_until_stopped)
+
+
+async def _close(peer: RunsUntilStopped) -> None:
+    """Close `peer` within the time that it gets, and the time that a checkpoint takes: that grows with the model."""
+    closing = asyncio.ensure_future(peer.close())
+    try:
+        while not (await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S))[0]:
+            if not getattr(peer, "is_saving", False):
+                _log.warning("closing took over %.0f s; what was left is dropped", CLOSE_TIMEOUT_S)
+                return
+        closing.result()
+    finally:
+        if not closing.done():
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
 
 
 def run_until_done(work: Callable[[Stopper], Coroutine[Any, Any, None]], *, serves_until_stopped: bool) -> int:

@@ -26,7 +26,7 @@ class Checkpoints:
     """`checkpoint_copies` members of the stage write them (`checkpoint_writers`), and say so in their seals.
 
     A disk that refuses is one error, which `on_refused` is told, and training goes on. So it does where a disk is slow: one
-    checkpoint is under way, and of those that are due the newest waits, as does the best.
+    checkpoint is under way, and of those that are due the newest waits, as does the best. A writer that leaves writes one more.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class Checkpoints:
         #: What is to be written, by whether it is for its loss, which is lower than any before.
         self._waiting: dict[bool, tuple[StageState, float | None]] = {}
         self._writer: asyncio.Task[None] | None = None
+        #: Of the state that was last begun to be written.
+        self._newest = ""
         member.on_commit.append(self._on_commit)
         link.register(m.Evaluated, self._on_evaluated)
 
@@ -64,6 +66,18 @@ class Checkpoints:
             self._write_soon(member.versions.state(), message.loss)
         return m.Ack()
 
+    def write_newest(self) -> None:
+        """This peer goes, and perhaps all do: what has committed last is to be on disk, as if it were due now."""
+        record = self._member.record
+        if record is None or record.step < 0 or record.head == self._newest or is_checkpoint_due(self._member.config, record):
+            return
+        if self._writes(record):
+            self._write_soon(self._member.versions.state(), None)
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writer is not None and not self._writer.done()
+
     def _write_soon(self, state: StageState, loss: float | None) -> None:
         before, best = self._waiting.get(loss is not None, (None, None))
         if loss is not None and best is not None and best <= loss:
@@ -71,7 +85,9 @@ class Checkpoints:
         if before is not None and loss is None:
             logger.warning("the checkpoint of step %d is not written: the disk is too slow", before.version.num_commits)
         self._waiting[loss is not None] = state, loss
-        if self._writer is None or self._writer.done():
+        if loss is None:  # else it is written only if it is the best
+            self._newest = state.version.head
+        if not self.is_writing:
             self._writer = self._tasks.start(self._write_all(), "checkpoints")
 
     async def _write_all(self) -> None:

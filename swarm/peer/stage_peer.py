@@ -200,6 +200,11 @@ class StagePeer:
         others = sum(x.ready for x in member.record.members[self.stage]) > 1
         return others and (bool(member.held_tickets()) or member.leads())
 
+    @property
+    def is_saving(self) -> bool:
+        """A checkpoint is being written, which takes as long as it is large."""
+        return self._checkpoints.is_writing
+
     def stop(self) -> None:
         """End `run`; `close` then drains."""
         self._stopping = True
@@ -249,10 +254,14 @@ class StagePeer:
             return False
 
     async def close(self) -> None:
-        """Take nothing new, finish what is in flight, contribute to the next commit, and go; all within a bound."""
+        """Take nothing new, finish what is in flight, contribute to the next commit, and go; all within a bound.
+
+        What has committed is written meanwhile, by those who write checkpoints: all may be going, and that is waited for.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         self.membership.drain()
+        self._checkpoints.write_newest()
         told = self._is_known and await self._leave()
         while loop.time() < until and (self.micro_batches.in_flight or (told and self._awaited)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -264,6 +273,7 @@ class StagePeer:
             "stage %d: leaving after step %d: %d tickets accumulated, %d passed on, %d failed, %d given back",
             self.stage, self.member.num_commits, served["accumulated"], served["passed"], served["failed"], len(lost),
         )  # fmt: skip
+        self._checkpoints.write_newest()  # of a commit that came meanwhile
         await self._checkpoints.written()
         await self._tasks.close()
         if self._is_known:

@@ -71,6 +71,28 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_child_that_writes_is_waited_for_as_long_as_what_it_writes_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.children.WRITING_S", 0.5)
+
+    async def scenario() -> float:
+        async with Started(tmp_path) as started:
+            await started.spawn("deaf", "stubborn")
+            await started.serving("deaf")
+            clock = asyncio.get_running_loop().time
+            began = clock()
+
+            def written(child: Child) -> int:
+                return int(min(clock() - began, 2.0) * 1000)
+
+            assert await started.children.stop(grace_s=0.1, among="nobody", written=written) == []
+            assert await started.children.stop(grace_s=0.1, among="de", written=written) == ["deaf"]
+            return clock() - began
+
+    assert asyncio.run(scenario()) > 2.4
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_a_whole_group_leaves_it_to_the_creator_to_end_the_children(number: signal.Signals, tmp_path: Path) -> None:
     """`timeout`, a terminal that closes and service managers signal every process of a group; the creator handles it."""

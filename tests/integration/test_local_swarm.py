@@ -104,13 +104,16 @@ def test_case_22_a_stopped_swarm_leaves_no_process_port_or_file(
 ) -> None:
     argv = ["--stages", 1, "--peers-per-stage", 1, "--trainers", 1, "--steps", 1000]
     with Swarm(tmp_path, *argv) as swarm:
-        swarm.until("step 1/1000")
+        swarm.until("step 2/1000")
         pids = swarm.pids()
         assert len(pids) == 5, "a backbone, a stage, a trainer and two fork servers"
         began = time.monotonic()
         swarm.process.send_signal(number)
         assert swarm.process.wait(timeout=within_s) == code
         swarm.assert_nothing_is_left(pids, within_s=within_s - (time.monotonic() - began))
+    if number != signal.SIGKILL:  # what had committed is on disk, though no checkpoint was due
+        committed = max(int(step) for step in re.findall(r"step (\d+)/1000", swarm.out.read_text()))
+        assert f"checkpoint of step {committed} in" in swarm.out.read_text(), swarm.out.read_text()
 
 
 def test_a_trainer_that_dies_fails_the_run_with_one_line(tmp_path: Path) -> None:

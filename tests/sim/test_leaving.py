@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from phases import Log, committed, kind, node_of, until
@@ -13,6 +14,7 @@ from small_model import small_config
 from swarm.base.virtual_time import run_virtual
 from swarm.net.memory_dht import MemoryDht
 from swarm.peer.stage_peer import StagePeer
+from swarm.stage.whole_checkpoint import find_complete
 from swarm.wire import messages as m
 
 #: SIGTERM to the end, in seconds.
@@ -160,3 +162,25 @@ def test_a_stage_peer_that_is_stopped_while_it_starts_has_nobody_to_tell(monkeyp
         await simulation.close()
 
     run_virtual(main())
+
+
+def test_where_all_leave_at_once_what_had_committed_is_on_disk(tmp_path: Path) -> None:
+    """Trainers go first, as `launch_local` has it. Of each stage those write that write checkpoints, and nobody else."""
+    config = small_config(total_steps=50, checkpoint_every=4, checkpoint_copies=1)
+
+    async def main() -> int:
+        simulation = Simulation(config, seed=14, state_dir=tmp_path)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 6)
+        await leave(simulation, "trainer0")
+        last = max(simulation.commits)
+        assert (last + 1) % config.checkpoint_every, "a checkpoint was due anyway"
+        await asyncio.gather(*(leave(simulation, name) for name in list(simulation.nodes) if name.startswith("stage")))
+        found = find_complete([tmp_path])[0]
+        assert found.record.step == last
+        assert found.record.head == simulation.commits[last].head
+        await simulation.close()
+        return last
+
+    last = run_virtual(main())
+    assert len(list(tmp_path.glob(f"*/checkpoints/stage-*/step-{last + 1:08d}"))) == config.num_stages

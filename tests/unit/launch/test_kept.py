@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.children import Child
-from launch.kept import Kept, adopt_complete, held_text, newest_checkpoint, require_own
+from launch.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
 from launch.local import parse, resolve_plan
 from launch.local_swarm import LocalSwarm
 from launch.logs import Announcer
@@ -141,7 +141,8 @@ def test_a_local_run_that_stops_for_a_process_says_why_or_how_to_go_on(name: str
         child = Child(name=name, log=tmp_path / "log", started=loop.create_future(), ended=loop.create_future(),
                       _send=lambda message: None)  # fmt: skip
         swarm._children[name], swarm._serving[name] = child, loop.create_future()
-        swarm._children["trainer-1"] = child  # somebody trains
+        if name == "backbone":
+            swarm._children["trainer-0"] = child  # somebody trains
         swarm._report(name, {"event": "serving", "host": "h", "port": 1})
         child.ended.set_result(code)
         swarm._ended.put_nowait(child)
@@ -267,3 +268,57 @@ def test_a_directory_without_its_run_file_goes_on_with_its_own_run_alone(tmp_pat
     require_own(tmp_path, "a" * 64)
     with pytest.raises(ConfigError, match=r"of run aaaaaaaaaaaa and no run\.json, and this is run bbbbbbbbbbbb"):
         require_own(tmp_path, "b" * 64)
+
+
+def test_a_trainer_may_die_while_another_lives_and_its_metrics_go_on(tmp_path: Path) -> None:
+    """The last one may not, nor one that refuses what it was told to do."""
+    metrics = tmp_path / "metrics.jsonl"
+
+    def line_of(step: int) -> dict[str, Any]:
+        return {"event": "step", "run": "r", "step": step, "head": f"h{step}", "loss": 1.0}
+
+    async def main() -> list[str]:
+        swarm, view = swarm_in(tmp_path, "--trainers", "3", "--metrics", str(metrics))
+        loop = asyncio.get_running_loop()
+        for index in range(3):
+            name = f"trainer-{index}"
+            swarm._picture.rows[name] = Row("launch_trainer")
+            swarm._serving[name] = loop.create_future()
+            swarm._children[name] = Child(name=name, log=tmp_path / "log", started=loop.create_future(),
+                                          ended=loop.create_future(), pid=10 + index, _send=lambda message: None)  # fmt: skip
+            swarm._report(name, {"event": "serving", "host": "h", "port": 1})
+
+        def end(name: str, code: int) -> None:
+            child = swarm._children[name]
+            child.ended.set_result(code)
+            swarm._ended.put_nowait(child)
+
+        waiting = asyncio.ensure_future(swarm._until_trainers_are_done())
+        swarm._report("trainer-1", line_of(1))
+        end("trainer-0", -9)
+        await asyncio.sleep(0.01)
+        swarm._report("trainer-2", line_of(2))
+        end("trainer-1", 1)
+        await asyncio.sleep(0.01)
+        swarm._report("trainer-2", line_of(3))
+        assert not waiting.done(), "one trainer is left"
+        end("trainer-2", -9)
+        with pytest.raises(SwarmError, match="trainer-2 ended"):
+            await asyncio.wait_for(waiting, 5.0)
+        return view.lines
+
+    lines = asyncio.run(main())
+    assert "trainer-0 (pid 10) ended: killed by SIGKILL; the run goes on with trainer-1, trainer-2" in lines
+    assert "trainer-1 (pid 11) ended: exit code 1; the run goes on with trainer-2" in lines
+    assert [json.loads(text)["step"] for text in metrics.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_what_a_process_is_writing_is_told_from_what_another_left(tmp_path: Path) -> None:
+    stage = tmp_path / "checkpoints" / "stage-0"
+    (stage / "step-00000020").mkdir(parents=True)
+    (stage / ".partial-00000010-99").mkdir()
+    assert bytes_under_way(tmp_path, 7) == -1
+    (stage / ".partial-00000040-7").mkdir()
+    assert bytes_under_way(tmp_path, 7) == 0
+    (stage / ".partial-00000040-7" / "parameters.safetensors").write_bytes(b"x" * 10)
+    assert bytes_under_way(tmp_path, 7) == 10

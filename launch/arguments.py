@@ -6,6 +6,8 @@ Owns spelling and defaults. Must not know what the values are for, nor import to
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ipaddress
 import json
 import re
 import sys
@@ -33,6 +35,7 @@ _COMPUTED_FIELDS = frozenset({"data_digest", "tokenizer_digest", "weights", "wei
 #: Shorter names that DESIGN fixes for fields of `RunConfig`.
 _FIELD_ALIASES = {"num_stages": "--stages", "total_steps": "--steps"}
 _CONFIG_PREFIX = "config."
+_HOST = re.compile(r"(?=.{1,253}\.?\Z)\w([\w-]{0,61}\w)?(\.\w([\w-]{0,61}\w)?)*\.?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
                "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -103,6 +106,18 @@ def peer_address(text: str) -> Address:
     if not address.port:
         raise argparse.ArgumentTypeError(f"{text!r} has port 0, which nobody can be reached at")
     return address
+
+
+def host_name(text: str) -> str:
+    """A host's name or address, without a port."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(text.removeprefix("[").removesuffix("]")))
+    host, _, port = text.rpartition(":")
+    if host and port.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} names a port too: give {host} here, and --public-port {port}")
+    if not _HOST.fullmatch(text) or text.rstrip(".").rpartition(".")[2].isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither the name of a host nor an address")
+    return text
 
 
 def port_number(text: str) -> int:
@@ -222,17 +237,21 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--join", metavar="HOST:PORT", type=peer_address,
                         help="join the run of the peer listening there")
     group.add_argument("--join-timeout", metavar="SECONDS", type=positive_seconds, default=20.0,
-                       help="wait this long for that peer to answer, in seconds")
+                       help="wait this long for that peer, or one known from before, to answer, in seconds; then go on with the "
+                       "run that the --state-dir keeps, if it does")
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network and disk")
     group.add_argument("--host", metavar="ADDRESS", type=non_empty, default="0.0.0.0", help="address to listen at; :: is IPv6")
     group.add_argument("--port", metavar="PORT", type=port_number, default=0,
-                       help="port for both TCP and UDP; 0 picks a free one")
-    group.add_argument("--public-host", metavar="ADDRESS", type=non_empty, default=None,
+                       help="port for both TCP and UDP; 0 takes the one that it had before with this --state-dir, or a free one")
+    group.add_argument("--public-host", metavar="ADDRESS", type=host_name, default=None,
                        help="address that others reach this peer at (default: the one it listens at, or the one that "
                        "the joined peer sees)")
+    group.add_argument("--public-port", metavar="PORT", type=port_number, default=0,
+                       help="port that others reach this peer at, for both TCP and UDP, where a router or container maps it to "
+                       "--port (default: the same as --port)")
     group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
                        help="keep identity, known addresses and, at a stage, checkpoints here (default: nothing is kept)")
 

@@ -51,10 +51,10 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
     async def build() -> tuple[Backbone, Callable[[], None]]:
         limit_bytes = available_memory() // 4
-        context, _ = await compose(options, max_inflight_bytes=limit_bytes)
+        context, run = await compose(options, max_inflight_bytes=limit_bytes)
         aggregator = _aggregator(context.config, limit_bytes) if options.aggregate else None
         peer = Backbone(context, aggregator)
-        return peer, lambda: announce(PROGRAM, argv, context, "the backbone", announcer, reports)
+        return peer, lambda: announce(PROGRAM, argv, context, run, "the backbone", announcer, reports)
 
     return run_peer(build, serves_until_stopped=True)
 

@@ -107,7 +107,7 @@ async def _from_peers(options: Namespace, address: Address) -> Exported:
         raise ConfigError("--step and --best choose among checkpoints: a live run has its newest head only")
     transport = HttpTransport()
     try:
-        info = await fetch_run(transport, [address], deadline_s=options.join_timeout)
+        info = await fetch_run(transport, address, deadline_s=options.join_timeout)
         config = parse_config_bytes(info.config.encode())
         factory = _factory(options, config)
         record, parameters = await fetch_parameters(transport, info, config, factory, deadline_s=options.join_timeout,

@@ -22,6 +22,7 @@ from launch.arguments import (
     size_bytes,
     thread_count,
 )
+from launch.kept_run import kept_run
 from launch.lifeline import die_with_parent
 from launch.logs import Announcer
 from launch.moved_stage import STAGE_FILE, remember_stage, remembered_stage
@@ -132,7 +133,8 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         peer.on_refused = lambda error: reports.send("refused", message=str(error))
         fixed = ["--stage", str(stage)]
         return peer, lambda: announce(
-            PROGRAM, _with_stage(argv, stage), context, f"stage {stage}", announcer, reports, fixed=fixed
+            PROGRAM, _with_stage(argv, stage), context, run, f"stage {stage}", announcer, reports, fixed=fixed,
+            stage=stage,
         )
 
     return run_peer(build, serves_until_stopped=True)
@@ -155,6 +157,10 @@ async def _choose(options: Namespace, context: PeerContext, device: str, flops_p
         logger.info("serving stage %d, to which this peer had moved (%s)", moved_to, options.state_dir / STAGE_FILE)
         return moved_to
     if wanted is None:
+        kept = kept_run(options.state_dir)
+        if kept is not None and kept.run == context.run and 0 <= kept.stage < num_stages:
+            logger.info("serving stage %d, which this peer served before (%s)", kept.stage, options.state_dir)
+            return kept.stage
         from launch.devices import device_memory
         from launch.stage_choice import choose_stage
 

@@ -90,7 +90,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         trainer = Trainer(context, feed=feed, num_steps=options.steps, in_flight=options.in_flight, on_step=on_step,
                           on_evaluation=on_evaluation, on_waiting=on_waiting,
                           on_ticket=None if tickets is None else tickets.append)
-        return trainer, lambda: announce(PROGRAM, argv, context, "data", announcer, reports)
+        return trainer, lambda: announce(PROGRAM, argv, context, run, "data", announcer, reports)
 
     try:
         return run_peer(build, serves_until_stopped=False)

@@ -35,16 +35,25 @@ class ContactFile:
             return []
 
     def save(self, contacts: Sequence[Address]) -> None:
-        """Replace the file as a whole; the first `MAX_CONTACTS` are kept. A crash may lose it, and may not tear it.
+        """Replace the file as a whole; the first `MAX_CONTACTS` that are no names of hosts are kept. A crash may lose it, and
+        may not tear it.
 
         Raises:
             StorageError: it cannot be written.
         """
-        fields = {"contacts": [list(address) for address in contacts[:MAX_CONTACTS]]}
+        fields = {"contacts": [list(address) for address in contacts if _is_number(address.host)][:MAX_CONTACTS]}
         try:  # the node's loop does not wait for a busy disk: this is a hint, written twice a minute
             replace_file(self._path, json.dumps(fields).encode(), durable=False)
         except OSError as error:
             raise StorageError(f"contacts cannot be kept in {self._path}: {error.strerror}") from None
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _address(entry: Any) -> Address:

@@ -39,6 +39,7 @@ class KademliaDht(Dht):
         host: address to bind; `::` serves IPv4 too.
         port: 0 picks one.
         advertise_host: what `contacts` calls this node. None: the bound host, or for a wildcard what other nodes see.
+        advertise_port: and its port there; 0 is the bound one.
         timing: how long requests wait, and how often the node looks after its place.
         replication: nodes that a record is stored at and asked for.
         limits: bounds of what this node stores for others.
@@ -54,6 +55,7 @@ class KademliaDht(Dht):
         host: str = "127.0.0.1",
         port: int = 0,
         advertise_host: str | None = None,
+        advertise_port: int = 0,
         timing: ServerTiming | None = None,
         replication: int = 8,
         limits: StorageLimits | None = None,
@@ -64,6 +66,7 @@ class KademliaDht(Dht):
         self._sock = sock
         self._bind = Address(host, port)
         self._advertise_host = advertise_host
+        self._advertise_port = advertise_port
         self._timing = timing or ServerTiming()
         self._replication = replication
         self._limits = limits or StorageLimits()
@@ -96,6 +99,7 @@ class KademliaDht(Dht):
         )
         remembered = self._contact_file.load() if self._contact_file is not None else []
         await self._server.open(self._sock, bootstrap, remembered)
+        self._remember_contacts()  # not only at the first refresh: a power cut may come before it
 
     async def publish(self, key: str, record: SignedRecord) -> int:
         try:
@@ -135,15 +139,14 @@ class KademliaDht(Dht):
             self._sock.close()
 
     def _remember_contacts(self) -> None:
-        """Keep them for the next life; if the disk refuses, this one goes on all the same."""
-        contacts = self._running.protocol.router.contacts()
+        """Keep them for the next life, those that fell silent last; if the disk refuses, this one goes on all the same."""
+        protocol = self._running.protocol
+        contacts = sorted(protocol.router.contacts(), key=lambda contact: (contact.misses, -contact.seen_at))
         if self._contact_file is None or not contacts:
             return
+        silent = reversed(protocol.lost)  # such as machines that are still off after a power cut
         try:
-            self._contact_file.save([
-                Address(contact.ip, contact.port)
-                for contact in sorted(contacts, key=lambda contact: (contact.misses, -contact.seen_at))
-            ])
+            self._contact_file.save([Address(*x) for x in dict.fromkeys([*((c.ip, c.port) for c in contacts), *silent])])
         except StorageError as error:
             if not self._counters["contact_file_failures"]:
                 log.warning("%s", error)
@@ -157,7 +160,7 @@ class KademliaDht(Dht):
 
     def _own_address(self) -> Address:
         if self._advertise_host is not None:
-            return Address(self._advertise_host, self._address.port)
+            return Address(self._advertise_host, self._advertise_port or self._address.port)
         if not ipaddress.ip_address(self._address.host.partition("%")[0]).is_unspecified:
             return self._address
         observed = self._running.protocol.observed

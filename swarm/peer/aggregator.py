@@ -255,8 +255,8 @@ class Aggregator:
     def _record(self) -> PeerRecord:
         context = self._link.context
         return PeerRecord(
-            peer=context.peer, incarnation=context.incarnation, role="backbone", host=context.advertise_host,
-            port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
+            peer=context.peer, incarnation=context.incarnation, role="backbone", host=context.address.host,
+            port=context.address.port, ttl_s=self._timing.record_ttl_s,
             sequence=context.identity.next_sequence(),
         )  # fmt: skip
 

@@ -45,6 +45,8 @@ class PeerContext:
     dht: Dht
     rng: random.Random
     advertise_host: str
+    #: Where it is not the port that `transport` listens at, since a router or container maps it; else 0.
+    advertise_port: int = 0
     bootstrap: tuple[Address, ...] = ()
     #: Where a stage peer's checkpoints go; None keeps none.
     state_dir: Path | None = None
@@ -57,9 +59,14 @@ class PeerContext:
     def peer(self) -> PeerId:
         return self.identity.peer_id
 
+    @property
+    def address(self) -> Address:
+        """Where others reach this peer; valid once `transport` has started."""
+        return Address(self.advertise_host, self.advertise_port or self.transport.address.port)
+
     def member(self, *, ready: bool = True) -> Member:
         """This peer as others see it."""
         return Member(
-            peer=self.peer, incarnation=self.incarnation, host=self.advertise_host, port=self.transport.address.port,
+            peer=self.peer, incarnation=self.incarnation, host=self.address.host, port=self.address.port,
             ready=ready, keeps_checkpoints=self.state_dir is not None,
         )  # fmt: skip

@@ -1,14 +1,15 @@
-"""The first words of a newcomer: ask one address for the run. Needs no run yet, so it is not part of `Link`."""
+"""The first words of a newcomer: ask one address for the run, then those known from before. Not part of `Link`: needs no run."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from swarm.base.config import run_id_of
-from swarm.base.errors import ConfigError, SwarmError, Unreachable
+from swarm.base.errors import ConfigError, SwarmError, UnknownHost, Unreachable
 from swarm.base.ids import Address, PeerId, RunId
 from swarm.net.transport import Transport
 from swarm.wire.framing import Frame
@@ -20,55 +21,91 @@ logger = logging.getLogger(__name__)
 ONE_OF_MANY_S = 3.0
 #: After so long without an answer, in seconds, the operator is told that it is waited for.
 TOLD_S = 2.0
+_NOT_ASKED: Exception = TimeoutError()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contacts:
+    """Addresses known from an earlier life in `run`. What serves another run there now is not heeded."""
+
+    run: RunId
+    addresses: Sequence[Address]
 
 
 async def fetch_run(
-    transport: Transport, addresses: Sequence[Address], *, run: RunId | None = None, deadline_s: float
+    transport: Transport, named: Address, *, run: RunId | None = None, contacts: Contacts | None = None, deadline_s: float
 ) -> RunInfo:
-    """The run that the peers at `addresses` belong to, asked for in turn until `deadline_s` has passed.
+    """The run of the peer at `named`, else of whoever of `contacts` answers first; asked until `deadline_s` has passed.
 
     Args:
         transport: asks.
-        addresses: the one that was named, and those known from an earlier life.
-        run: takes no other run than this.
+        named: who is asked first.
+        run: takes no other run than this from it.
+        contacts: asked all at once, each time that `named` does not answer.
         deadline_s: seconds.
 
     Raises:
-        ConfigError: nobody answers; names the first address and the time waited.
+        ConfigError: nobody answers; names the first address, why and the time waited.
     """
     loop = asyncio.get_running_loop()
-    telling = loop.call_later(
-        TOLD_S, logger.warning, "nobody answers at %s yet; trying for %g s in all", addresses[0], deadline_s
-    )
+    began, last = loop.time(), _NOT_ASKED
+    telling = loop.call_later(TOLD_S, lambda: logger.warning(
+        "nobody answers at %s yet%s; trying for %g s in all", named,
+        f" ({last})" if isinstance(last, UnknownHost) else "", deadline_s,
+    ))  # fmt: skip
+    others = [x for x in contacts.addresses if x != named] if contacts is not None else []
     try:
-        return await _ask_in_turn(transport, addresses, run, deadline_s)
+        while (remaining := deadline_s - (loop.time() - began)) > 0:
+            found = await _ask(transport, named, run, min(remaining, ONE_OF_MANY_S) if others else remaining)
+            if isinstance(found, RunInfo):
+                return found
+            last = found
+            if contacts is not None and others:
+                info = await _first_of([_ask(transport, x, contacts.run, ONE_OF_MANY_S) for x in others])
+                if info is not None:
+                    logger.warning("nobody answers at %s; another peer of the run does, which is known from before", named)
+                    return info
+            await asyncio.sleep(min(0.3, max(0.0, deadline_s - (loop.time() - began))))
     finally:
         telling.cancel()
+    also = f", nor at {len(others)} addresses known from before" if others else ""
+    raise ConfigError(f"nobody answers at {named}{also} (waited {round(loop.time() - began, 1):g} s); {_hint(named, last)}")
 
 
-async def _ask_in_turn(transport: Transport, addresses: Sequence[Address], run: RunId | None, deadline_s: float) -> RunInfo:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    last: Exception | None = None
-    for address in itertools.cycle(addresses):
-        remaining = deadline_s - (loop.time() - began)
-        if remaining <= 0:
-            break
-        try:
-            async with asyncio.timeout(remaining if len(addresses) == 1 else min(remaining, ONE_OF_MANY_S)):
-                reply = await transport.call(address, Frame(Hello()), stall_s=remaining)
-            if isinstance(reply.message, RunInfo) and run in (None, run_id_of(reply.message.config.encode())):
-                return reply.message
-            last = ConfigError(f"answered with {reply.message.__class__.__name__}, or for another run")
-        except (SwarmError, TimeoutError) as error:
-            last = error
-        await asyncio.sleep(min(0.3, max(0.0, deadline_s - (loop.time() - began))))
-    hint = "is a peer of the run listening there?"
+def _hint(named: Address, last: Exception) -> str:
+    if isinstance(last, UnknownHost):
+        return f"{last}: is {named.host} spelt as its owner told, and does this machine's name service know it?"
     if isinstance(last, TimeoutError):
-        hint = "something listens there and says nothing: is its process stopped, or is it no peer?"
-    elif not isinstance(last, Unreachable):
-        hint = f"last: {last}"
-    raise ConfigError(f"nobody answers at {addresses[0]} (waited {deadline_s:g} s); {hint}")
+        return "something listens there and says nothing: is its process stopped, or is it no peer?"
+    if not isinstance(last, Unreachable):
+        return f"last: {last}"
+    return "is a peer of the run listening there?"
+
+
+async def _ask(transport: Transport, address: Address, run: RunId | None, limit_s: float) -> RunInfo | Exception:
+    """What the peer at `address` says of its run, or why it does not within `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            reply = await transport.call(address, Frame(Hello()), stall_s=limit_s)
+    except (SwarmError, TimeoutError) as error:
+        return error
+    if isinstance(reply.message, RunInfo) and run in (None, run_id_of(reply.message.config.encode())):
+        return reply.message
+    return ConfigError(f"answered with {reply.message.__class__.__name__}, or for another run")
+
+
+async def _first_of(asking: Sequence[Coroutine[Any, Any, RunInfo | Exception]]) -> RunInfo | None:
+    """The first that is an answer, without waiting for the others."""
+    tasks = [asyncio.ensure_future(one) for one in asking]
+    try:
+        for task in asyncio.as_completed(tasks):
+            if isinstance(found := await task, RunInfo):
+                return found
+        return None
+    finally:
+        for one in tasks:
+            one.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def require_alone(

@@ -83,8 +83,8 @@ class Membership:
     def _record(self) -> PeerRecord:
         context, member = self._link.context, self._member
         return PeerRecord(
-            peer=context.peer, incarnation=context.incarnation, role="stage", host=context.advertise_host,
-            port=context.transport.address.port, ttl_s=context.config.timing.record_ttl_s,
+            peer=context.peer, incarnation=context.incarnation, role="stage", host=context.address.host,
+            port=context.address.port, ttl_s=context.config.timing.record_ttl_s,
             sequence=context.identity.next_sequence(), stage=member.stage, step=member.num_commits, state=self.state,
         )  # fmt: skip
 

@@ -243,7 +243,7 @@ class Seat:
     def _record(self, ballot: Ballot) -> PeerRecord:
         context = self.context
         return PeerRecord(
-            peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.advertise_host,
-            port=context.transport.address.port, ttl_s=self._timing.record_ttl_s,
+            peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.address.host,
+            port=context.address.port, ttl_s=self._timing.record_ttl_s,
             sequence=context.identity.next_sequence(), ballot=min(ballot.counter, MAX_RECORD_BALLOT),
         )  # fmt: skip

@@ -75,10 +75,17 @@ class RealSwarm:
         for index in range(trainers):
             await self.spawn(f"trainer-{index}", "trainer", *(["--metrics", self.metrics] if index == 0 else []))
 
-    async def spawn(self, name: str, role: str, *words: object, entry: str | None = None) -> Child:
-        """Start `name`, for the first time or again with the same state directory; `entry` in place of the launcher."""
+    async def spawn(
+        self, name: str, role: str, *words: object, entry: str | None = None, join: Address | None = None
+    ) -> Child:
+        """Start `name`, for the first time or again with the same state directory; `entry` in place of the launcher.
+
+        It joins through `join`, which need not be up, or through the backbone; the backbone creates the run.
+        """
         argv = ["--host", "127.0.0.1", "--port", "0", "--state-dir", str(self.state_root / name), *map(str, words)]
-        argv += ["--run", str(self._run_file)] if role == "backbone" else ["--join", str(await self.serving("backbone"))]
+        if join is None and role != "backbone":
+            join = await self.serving("backbone")
+        argv += ["--run", str(self._run_file)] if join is None else ["--join", str(join)]
         if role == "stage":
             argv += ["--device", "cpu", "--threads", "1", "--memory-limit", "256MiB"]
             argv += ["--allow-import", self.config.model] if is_dotted(self.config.model) else []

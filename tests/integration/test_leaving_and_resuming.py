@@ -9,13 +9,14 @@ import resource
 import shutil
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from real_swarm import RealSwarm, tiny_config
 
+from swarm.base.ids import Address
 from swarm.stage.whole_checkpoint import find_complete
 
 T = TypeVar("T")
@@ -162,3 +163,34 @@ def test_case_21_after_sigkill_of_everyone_the_run_goes_on_at_its_newest_complet
     left_alone = lines_of(swarm)
     assert [line["step"] for line in killed] == list(range(1, 17))
     assert [line["loss"] for line in killed] == pytest.approx([line["loss"] for line in left_alone], rel=1e-11)
+
+
+def test_machines_that_name_one_another_go_on_after_a_power_cut_in_any_order(running: Running, tmp_path: Path) -> None:
+    """Nobody creates the run a second time; at last the machine that all others name is gone for good."""
+    config, swarm = tiny_config(total_steps=400, checkpoint_every=3), running.swarm
+    swarm.take_up(tmp_path, config)
+    roles = {"backbone": "backbone", "stage-0-0": "stage", "stage-1-0": "stage", "trainer-0": "trainer"}
+
+    async def life(order: Sequence[str], joins: Mapping[str, Address], *, complete: int) -> int:
+        swarm.steps.clear()
+        for name in order:
+            words = ["--join-timeout", 3, *(["--stage", name[6]] if name[0] == "s" else [])]
+            await swarm.spawn(name, roles[name], *words, join=joins[name])
+        await swarm.step(complete + 5)
+        assert swarm.steps[0]["step"] == complete + 1, f"it went on elsewhere than at the checkpoint of step {complete}"
+        await swarm.kill_all()
+        return find_complete([swarm.state_root])[0].record.step + 1
+
+    async def scenario() -> None:
+        await swarm.begin(peers_per_stage=1)
+        where = {name: await swarm.serving(name) for name in roles}
+        await swarm.step(5)
+        await swarm.kill_all()
+        complete = find_complete([swarm.state_root])[0].record.step + 1
+        names = list(roles)
+        ring = {name: where[names[(n + 1) % len(names)]] for n, name in enumerate(names)}
+        complete = await life(names[::-1], ring, complete=complete)
+        left = names[1:]
+        await life(left, dict.fromkeys(left, where["backbone"]), complete=complete)
+
+    running.run(scenario())

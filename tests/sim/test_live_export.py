@@ -25,7 +25,7 @@ def visitor(simulation: Simulation) -> MemoryTransport:
 
 
 async def fetch(simulation: Simulation, transport: MemoryTransport, *, deadline_s: float = 60.0, seed: int = 1):
-    info = await fetch_run(transport, [simulation.nodes["backbone0"].address], deadline_s=5.0)
+    info = await fetch_run(transport, simulation.nodes["backbone0"].address, deadline_s=5.0)
     return await fetch_parameters(
         transport, info, simulation.config, simulation.factory, deadline_s=deadline_s, rng=random.Random(seed)
     )

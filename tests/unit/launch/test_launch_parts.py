@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,8 +51,23 @@ def test_a_peer_that_moved_is_restarted_where_its_checkpoints_are(tmp_path: Path
 def test_two_processes_never_share_a_state_directory(tmp_path: Path) -> None:
     claim_directory(tmp_path / "state")
     with pytest.raises(ConfigError, match="in use"):  # flock tells descriptors apart, not processes
-        claim_directory(tmp_path / "state")
+        claim_directory(tmp_path / "state", wait_s=0.0)
     assert list((tmp_path / "state").iterdir()) == [], "the lock leaves no file"
+
+
+def test_a_directory_that_is_let_go_soon_is_waited_for_and_that_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a kill, whose children take three seconds to end."""
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    letting_go = threading.Timer(0.3, os.close, [held])
+    letting_go.start()
+    claim_directory(tmp_path)
+    letting_go.join()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"state directory {tmp_path} is in use; waiting 5 s for what uses it to end"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +221,34 @@ def test_the_first_signal_stops_a_peer_in_order(number: signal.Signals | None, s
     assert run_peer(build, serves_until_stopped=serves) == code
     stop = ["stop"] if number else []
     assert peers[0].calls == ["start", "ready", "run", *stop, "close"]
+
+
+def test_a_peer_that_saves_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint takes as long as the model is large; anything else that lasts is dropped, which is told."""
+    monkeypatch.setattr("launch.runner.CLOSE_TIMEOUT_S", 0.1)
+
+    class Saving(StandInPeer):
+        is_saving = True
+
+        async def close(self) -> None:
+            await asyncio.sleep(0.35)
+            self.is_saving = not self.saves
+            self.calls.append("saved")
+            await asyncio.sleep(60.0)
+
+        saves = True
+
+    for saves in (True, False):
+        peer = Saving(None)
+        peer.is_saving = saves
+
+        async def build(peer: Saving = peer):
+            return peer, lambda: None
+
+        caplog.clear()
+        assert run_peer(build, serves_until_stopped=False) == 0
+        assert ("saved" in peer.calls) is saves
+        assert "what was left is dropped" in caplog.text
 
 
 def test_a_signal_during_the_start_gives_it_up_and_closes() -> None:

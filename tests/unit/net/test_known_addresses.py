@@ -128,8 +128,8 @@ def test_contacts_come_back_in_order_and_only_so_many(tmp_path):
     contacts = [Address("10.0.0.1", port) for port in range(1, 200)] + [Address("2001:db8::1", 5)]
     file.save(contacts)
     assert file.load() == contacts[:MAX_CONTACTS]
-    file.save(contacts[-1:])
-    assert file.load() == contacts[-1:]
+    file.save([Address("peer.example", 4), *contacts[-1:]])
+    assert file.load() == contacts[-1:], "a name is left out, and costs the others nothing"
     assert os.listdir(tmp_path) == ["contacts.json"]
 
 

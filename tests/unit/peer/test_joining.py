@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from swarm.base.config import RunConfig
-from swarm.base.errors import ConfigError
+from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
+from swarm.base.errors import ConfigError, UnknownHost
 from swarm.base.ids import ZERO_BALLOT, Address
 from swarm.base.virtual_time import run_virtual
 from swarm.net.memory import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Progress
-from swarm.peer.joining import fetch_run, require_alone
+from swarm.peer.joining import Contacts, fetch_run, require_alone
 from swarm.wire.framing import Frame
 from swarm.wire.messages import CommitRecord, Member, RunInfo, StatusReply
 
@@ -35,7 +35,7 @@ async def ask(*, up_at: float, slow_s: float = 0.0) -> RunInfo:
 
     coming = asyncio.create_task(come_up())
     try:
-        return await fetch_run(newcomer, [WHERE], deadline_s=20.0)
+        return await fetch_run(newcomer, WHERE, deadline_s=20.0)
     finally:
         coming.cancel()
         await asyncio.gather(coming, return_exceptions=True)
@@ -57,6 +57,70 @@ def test_where_nobody_answers_in_time_it_says_so_once_more(caplog: pytest.LogCap
     with pytest.raises(ConfigError, match=r"nobody answers at 192\.0\.2\.1:4000 \(waited 20 s\); is a peer of the run"):
         run_virtual(ask(up_at=99.0))
     assert len(caplog.records) == 1
+
+
+OWN, FOREIGN = RunConfig(seed=1), RunConfig(seed=2)
+
+
+async def ask_those_known_from_before(
+    *, named: RunConfig | None, contacts: list[RunConfig | str]
+) -> tuple[RunConfig, float]:
+    """`named` and each of the contacts serves a run, is "silent" or away. Who is heeded, and after how many seconds."""
+    network = MemoryNetwork(random.Random(1))
+    newcomer = MemoryTransport(network, Address("192.0.2.2", 1))
+    addresses = [Address(WHERE.host, WHERE.port + number) for number in range(len(contacts) + 1)]
+    served = []
+    for address, what in zip(addresses, [named or "away", *contacts], strict=True):
+        if what == "away":
+            continue
+
+        async def answer(frame: Frame, progress: Progress, what: RunConfig | str = what) -> Frame:
+            if not isinstance(what, RunConfig):
+                await asyncio.sleep(1000.0)
+                raise AssertionError("nobody waits for so long")
+            return Frame(RunInfo(config=what.to_bytes().decode()))
+
+        served.append(MemoryTransport(network, address))
+        await served[-1].start(answer)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    try:
+        info = await fetch_run(
+            newcomer, WHERE, contacts=Contacts(run=run_id_of(OWN.to_bytes()), addresses=addresses[1:]), deadline_s=20.0
+        )
+        return parse_config_bytes(info.config.encode()), loop.time() - began
+    finally:
+        for transport in (newcomer, *served):
+            await transport.close()
+
+
+def test_the_named_address_is_heeded_before_those_known_from_before() -> None:
+    assert run_virtual(ask_those_known_from_before(named=FOREIGN, contacts=[OWN]))[0] == FOREIGN
+
+
+@pytest.mark.parametrize("others", [["away"] * 60, ["silent"] * 60, [FOREIGN]], ids=["away", "silent", "of another run"])
+def test_of_those_known_from_before_one_of_the_same_run_is_enough(others: list[RunConfig | str]) -> None:
+    """However many are off: all are asked at once."""
+    found, seconds = run_virtual(ask_those_known_from_before(named=None, contacts=[*others, OWN]))
+    assert found == OWN
+    assert seconds < 5.0
+
+
+def test_where_none_of_them_answers_either_it_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"at 192\.0\.2\.1:4000, nor at 2 addresses known from before \(waited 2"):
+        run_virtual(ask_those_known_from_before(named=None, contacts=["away", FOREIGN]))
+
+
+def test_a_host_that_nobody_knows_is_called_that(caplog: pytest.LogCaptureFixture) -> None:
+    class NoSuchName(MemoryTransport):
+        async def call(self, address: Address, *args: object, **more: object) -> Frame:  # type: ignore[override]
+            raise UnknownHost(f"hello to {address}: the name {address.host} is not known (Name or service not known)")
+
+    newcomer = NoSuchName(MemoryNetwork(random.Random(1)), Address("192.0.2.2", 1))
+    with pytest.raises(ConfigError, match=r"the name nowhere\.test is not known \(Name or service") as refused:
+        run_virtual(fetch_run(newcomer, Address("nowhere.test", 4000), deadline_s=4.0))
+    assert "listening" not in str(refused.value)
+    assert "name nowhere.test is not known" in caplog.text, "it is told while it is waited for"
 
 
 ME, OTHER = "a" * 40, "b" * 40

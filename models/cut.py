@@ -13,11 +13,10 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from models.anatomy import anatomy_of
 from models.boundary import (
@@ -33,6 +32,7 @@ from models.boundary import (
 )
 from models.compressors import Compression
 from models.loss import IGNORED_LABEL, Tail, balancing_of, precise
+from models.masks import samples_of
 from swarm.base.errors import ConfigError
 from swarm.stage.module import Tensors
 
@@ -184,13 +184,14 @@ class CausalLMStage(torch.nn.Module):
         else:
             # The model sees the tensor for its shape and dtype alone; `Entry` brings the one with a gradient.
             options["inputs_embeds"] = current.placeholder()
-        tokens = crossing.set(current), _own_positions.set("position_ids" not in entering)
+        token = crossing.set(current)
+        # A mask from outside says itself what is looked at.
+        samples = None if "attention_mask" in entering else entering.get("position_ids")
         try:
-            with precise(current.dtype):
+            with precise(current.dtype), samples_of(samples):
                 output = base(use_cache=False, **options)
         finally:
-            crossing.reset(tokens[0])
-            _own_positions.reset(tokens[1])
+            crossing.reset(token)
         if self._narrow is not None:
             current.leaving[HIDDEN] = self.get_submodule(self._narrow)(current.leaving[HIDDEN])
         hidden = output.last_hidden_state if self.is_last else current.leaving[HIDDEN]
@@ -215,27 +216,3 @@ class _Compressed:
 
 def _absent(module: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.ModuleList(Absent() for _ in module) if isinstance(module, torch.nn.ModuleList) else Absent()
-
-
-#: Positions are the model's own 0, 1, 2, ... in this call.
-_own_positions: ContextVar[bool] = ContextVar("own_positions", default=False)
-_find_packed = masking_utils.find_packed_sequence_indices
-
-
-def _find_packed_unless_known(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Whether samples are packed is read off the positions, and a GPU is waited for: not where the answer is known."""
-    return None if _own_positions.get() else _find_packed(position_ids)
-
-
-masking_utils.find_packed_sequence_indices = _find_packed_unless_known
-
-_is_tracing = masking_utils.is_tracing
-
-
-def _is_tracing_values(tensor: torch.Tensor | None = None) -> bool:
-    """Whether values of `tensor` cannot be looked at. Without one there are none, also while a CUDA graph is recorded:
-    transformers before 5.18 makes a mask then, with which attention is slower than without."""
-    return (tensor is not None or torch.compiler.is_compiling()) and _is_tracing(tensor)
-
-
-masking_utils.is_tracing = _is_tracing_values

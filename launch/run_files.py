@@ -5,6 +5,7 @@ Owns precedence (command line over file over preset) and the local paths, which 
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,15 @@ from launch.models import (
     tokenizer_in,
     vocab_size_of,
 )
+from models.packing import why_apart
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import is_dotted
 from swarm.feed.sources import BUILTIN
 from swarm.feed.tokenizers import ByteTokenizer
+
+_log = logging.getLogger(__name__)
 
 #: Keys of a run file that are this machine's business and are not part of the run.
 PATH_KEYS = ("data", "eval_data", "tokenizer")
@@ -206,11 +210,29 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         if stated and key in found and stated != found[key]:
             here = f"the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}.."
             raise ConfigError(f"{key}: {here}: name the run's {named}")
-    vocab_size = found.pop("vocab_size")
+    vocab_size, cost_apart = found.pop("vocab_size"), found.pop("cost_apart")
+    if config.packing and cost_apart is not None:
+        found["packing"] = _share_samples(config, cost_apart)
     fields = {**config.model_dump(), **found}
     if gets_vocabulary:
         fields["model_options"] = {**config.model_options, "vocab_size": vocab_size}
     return RunConfig(**fields)
+
+
+def _share_samples(config: RunConfig, cost_apart: str) -> bool:
+    """Whether examples share samples: where the model lets them see each other they do not, which is told.
+
+    Raises:
+        ConfigError: they cannot, and somebody asked for it. A model of one's own is taken at its owner's word.
+    """
+    why = why_apart(config)
+    if not why or (is_dotted(config.model) and "packing" in config.model_fields_set):
+        return True
+    if "packing" in config.model_fields_set:
+        raise ConfigError(f"packing: examples that share a sample would see each other: {why}. Leave packing out, or say false "
+                          "(recut_run, for a run that has begun)")
+    _log.warning("no examples share a sample: %s. %s", why, cost_apart)
+    return False
 
 
 def require_same(stored: bytes, config: RunConfig, where: Path) -> None:

@@ -168,7 +168,10 @@ class RunConfig(BaseModel):
         "", description="YYYY-MM-DD, told to a chat template that asks for today's; by default the day on which the run is "
         "created, in UTC, if it asks"
     )
-    packing: bool = Field(True, description="several short conversations share a sample, and do not see each other")
+    packing: bool = Field(
+        True, description="several short conversations share a sample, and do not see each other; by default only where the "
+        "model keeps them apart"
+    )
     eval_fraction: float = Field(0.1, ge=0, lt=1, description="part of the data held out if no evaluation data is given")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     eval_samples: int = Field(64, ge=0, description="samples per evaluation; 0 evaluates never")

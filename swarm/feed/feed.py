@@ -12,6 +12,7 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.feed.datasets import Batch, Dataset, open_dataset
 from swarm.feed.order import sample_indices
+from swarm.feed.packing import PackedExamples
 from swarm.feed.tokenizers import DATE_OF_NO_RUN, open_tokenizer
 
 __all__ = ["Batch", "Feed", "describe_data", "open_feed"]
@@ -70,7 +71,8 @@ def describe_data(
         today: what a chat template that asks is told, from now on by all peers, if the run has no date yet.
 
     Returns:
-        `dataset`, `data_digest`, `tokenizer_digest`, `template_date` (str) and `vocab_size` (int, of the tokenizer).
+        `dataset`, `data_digest`, `tokenizer_digest`, `template_date` (str) and `vocab_size` (int, of the tokenizer);
+        `cost_apart` is what a sample for each example would take, as part of a sentence, or None where there are none.
 
     Raises:
         ConfigError: if the data or the tokenizer cannot be read, or the data has tokens that the model has not.
@@ -85,6 +87,7 @@ def describe_data(
         "tokenizer_digest": encoder.digest,
         "template_date": date.isoformat() if encoder.has_told_date else config.template_date,
         "vocab_size": encoder.vocab_size,
+        "cost_apart": dataset.train.cost_apart() if isinstance(dataset.train, PackedExamples) else None,
     }
 
 

@@ -1,9 +1,9 @@
 """Examples of several lengths -> samples of one length. Owns the packing; must not know tokenizers or files.
 
-Several short examples share one sample: `position_ids` start again at 0 with each, which is how the models (through
-transformers' masks) know that attention must not pass from one to the next. An example of n tokens fills n - 1 places:
-each place holds a token, and the label is the token after it in the same example, or -100 where that is not trained.
-What is left of a sample is padding that nothing looks at: it comes last, and its labels are -100.
+Several short examples share one sample: `position_ids` start again at 0 with each, which is how the models know that nothing
+must pass from one to the next. Where a model cannot keep them apart, the run says `packing = False`. An example of n tokens
+fills n - 1 places: each place holds a token, and the label is the token after it in the same example, or -100 where that is
+not trained. What is left of a sample is padding that nothing looks at: it comes last, and its labels are -100.
 """
 
 from __future__ import annotations
@@ -75,6 +75,13 @@ class PackedExamples:
                 filling.remove(place)
                 done.append(place.members)
         return done + [sample.members for sample in filling]
+
+    def cost_apart(self) -> str:
+        """What a sample of its own for each example takes, beside these samples, as part of a sentence."""
+        num_tokens, num_alone, num_shared = sum(len(e.tokens) - 1 for e in self._examples), len(self._examples), len(self)
+        part_alone, part_shared = (num_tokens / max(1, number * self._length) for number in (num_alone, num_shared))
+        return (f"{num_alone} examples take {num_alone} samples, of which {part_alone:.0%} are tokens and the rest is padding, "
+                f"instead of {num_shared} with {part_shared:.0%}")
 
     def __len__(self) -> int:
         return len(self._samples)

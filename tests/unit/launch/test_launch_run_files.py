@@ -229,3 +229,57 @@ def test_what_the_seed_does_not_make_is_needed_again(tmp_path: Path) -> None:
     assert still_needed(RunConfig(), tmp_path) == []
     assert still_needed(RunConfig(model="pretrained"), tmp_path) == []
     assert still_needed(RunConfig(model="pretrained", frozen=("a.*",)), tmp_path) == ["--model", "DIR"]
+
+
+QWEN3_NEXT = ("--model", "causal-lm", "--set", "model_options.model_type=qwen3_next")
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Ten of them, of 20 tokens each (as bytes, with the separator)."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text('{"prompt": "0123456789", "completion": "01234567"}\n' * 10)
+    return path
+
+
+def test_examples_share_samples_where_the_model_keeps_them_apart(
+    conversations: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, plan = resolve("--data", str(conversations), "--sequence-length", "64", "--eval-samples", "0")
+    assert create_run(config, plan.paths).packing
+    assert not caplog.messages
+
+
+def test_where_examples_would_see_each_other_each_has_a_sample_which_is_told_with_what_it_costs(
+    conversations: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    config, plan = resolve(
+        *QWEN3_NEXT, "--data", str(conversations), "--sequence-length", "64", "--eval-samples", "0", "--eval-fraction", "0"
+    )
+    run = create_run(config, plan.paths)
+    assert not run.packing
+    (line,) = caplog.messages
+    assert line == (
+        "no examples share a sample: qwen3_next has a state that goes on from one token to the next. 10 examples take 10 "
+        "samples, of which 30% are tokens and the rest is padding, instead of 4 with 74%"
+    )
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "run.json").write_bytes(run.to_bytes())
+    again, plan = resolve("--state-dir", str(state), "--data", str(conversations))
+    assert create_run(again, plan.paths) == run, "the run that goes on is the same"
+    assert len(caplog.messages) == 1
+
+
+def test_examples_that_would_see_each_other_share_no_sample_even_if_somebody_asks(conversations: Path) -> None:
+    config, plan = resolve(*QWEN3_NEXT, "--data", str(conversations), "--packing", "true")
+    with pytest.raises(ConfigError, match=r"packing: examples .* would see each other: qwen3_next has a state .* say false"):
+        create_run(config, plan.paths)
+    config, plan = resolve(*QWEN3_NEXT, "--packing", "true")
+    assert create_run(config, plan.paths).packing, "text has no examples"
+
+
+def test_the_owner_of_a_model_says_whether_it_keeps_examples_apart(conversations: Path) -> None:
+    for words, expected in (((), False), (("--packing", "true"), True), (("--packing", "false"), False)):
+        config, plan = resolve("--model", "package.module:factory", "--data", str(conversations), *words)
+        assert create_run(config, plan.paths).packing is expected

@@ -3,7 +3,8 @@
 For a small model of each family, with every multiplier, cap and window off its default (`shrunken.py`), three stages
 that pass named tensors as the engine does are compared with transformers' own forward and backward in fp32: logits,
 loss (the routers' balancing loss included) and the gradient of every parameter, unpadded, left- and right-padded, with
-the head apart from the embedding and tied to it.
+the head apart from the embedding and tied to it. Beside it stands whether examples that share a sample see each other: what
+the stages give for packed examples is compared with what they give for each alone, and with `models/packing.py`.
 
     python tests/unit/models/parity.py --all                                   # the table
     python tests/unit/models/parity.py --all --write models/ARCHITECTURES.md   # and as a page
@@ -21,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parent)]
@@ -32,14 +34,22 @@ from shrunken import ADAPTERS, VOCAB, families_with_a_plan, shrunken, still_at_d
 
 from models.causal_lm import CausalLMFactory
 from models.cut import CausalLMStage
+from models.packing import SHOWN_LAYERS, why_apart
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
+from swarm.feed.chat import Example
+from swarm.feed.packing import PackedExamples
 from swarm.stage.module import Tensors
 
 B, T = 3, 12
 NUM_STAGES = 3
 TOLERANCE = 1e-5
 PADDINGS = ("none", "left", "right")
+#: Tokens of examples that share a sample, longer than every window and choice of tokens, and what they share.
+LENGTHS = (8, 10, 6)
+SHARED_T = 24
+#: What transformers takes by default, and the other one.
+ATTENTION = (None, "eager")
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class Result:
     model_type: str
     outcome: str  # passed, refused, failed
     detail: str
+    #: Whether examples share samples, and what was found.
+    shared: str = ""
 
 
 def sample(padding: str) -> tuple[Tensors, Tensors]:
@@ -168,6 +180,45 @@ def compare(model_type: str, *, paddings: tuple[str, ...] = PADDINGS, **changes:
     return worst
 
 
+def shared_difference(model_type: str, attention: str | None = None) -> float:
+    """Largest difference between the logits of examples that share a sample and those of each alone."""
+    run = RunConfig(num_stages=NUM_STAGES, sequence_length=SHARED_T)
+    factory = CausalLMFactory(run, {**shrunken(model_type), "attn_implementation": attention})
+    stages = [factory.build(stage) for stage in range(NUM_STAGES)]
+    rng = np.random.default_rng(2)
+    examples = [Example(rng.integers(0, VOCAB, n).astype(np.uint16), np.ones(n, bool)) for n in LENGTHS]
+    shared, alone = (PackedExamples(examples, SHARED_T, packed=packed) for packed in (True, False))
+    assert (len(shared), len(alone)) == (1, len(LENGTHS))
+    found, expected = _logits_of(stages, shared), _logits_of(stages, alone)
+    expected = torch.cat([logits[: n - 1] for logits, n in zip(expected, LENGTHS, strict=True)])
+    return difference(found[0, : len(expected)], expected, expected.abs().max().item())
+
+
+@torch.no_grad()
+def _logits_of(stages: list[CausalLMStage], samples: PackedExamples) -> torch.Tensor:
+    boundary = {name: torch.from_numpy(array) for name, array in samples.take(np.arange(len(samples))).inputs.items()}
+    for stage in stages[:-1]:
+        boundary = stage(boundary)
+    return stages[-1].logits(boundary)
+
+
+def sharing_of(model_type: str) -> str:
+    """Whether examples share samples, for the page: what was measured, and why not.
+
+    Raises:
+        AssertionError: `models/packing.py` says otherwise.
+    """
+    found = max(shared_difference(model_type, attention) for attention in ATTENTION)
+    why = why_apart(RunConfig(model="causal-lm", model_options=shrunken(model_type), num_stages=NUM_STAGES))
+    if not why:
+        assert found <= TOLERANCE, f"examples that share a sample differ from each alone by {found:.1e}"
+        kinds = {*(getattr(CONFIG_MAPPING[model_type](), "layer_types", None) or ())}
+        assert kinds <= SHOWN_LAYERS, f"layers of {kinds} by default"
+        return f"yes, {found:.0e}"
+    assert found > TOLERANCE, f"examples could share samples ({found:.1e}): {why}"
+    return f"no, {found:.0e}: {why}"
+
+
 def can_tie(model_type: str) -> bool:
     """Whether the head can be the embedding."""
     run = RunConfig(num_stages=NUM_STAGES, sequence_length=T)
@@ -179,7 +230,7 @@ def tried(model_type: str, *, verbose: bool = False) -> Result:
         found = f"{compare(model_type):.0e}"
         if can_tie(model_type):
             found += f", tied {compare(model_type, paddings=('left',), tie_word_embeddings=True):.0e}"
-        return Result(model_type, "passed", found)
+        return Result(model_type, "passed", found, sharing_of(model_type))
     except ConfigError as error:
         return Result(model_type, "refused", str(error))
     except Exception as error:  # whatever a family's code raises is its result
@@ -200,12 +251,18 @@ def page(results: list[Result]) -> str:
         f"{transformers.__version__}: {len(planned)} of the {num_planned} causal LM types for which transformers has a "
         f"pipeline plan, and {len(passed) - len(planned)} of {len(ADAPTERS)} with an adapter of their own, cut into 3 "
         "stages, equal the whole model: logits, loss and the gradient of every parameter, in fp32, unpadded, left- and "
-        "right-padded, with every multiplier, cap and window off its default; where the last column says so, also with the "
+        "right-padded, with every multiplier, cap and window off its default; where the third column says so, also with the "
         "head tied to the embedding.",
         "",
-        "| `model_type` | outcome | largest difference, or the reason |",
-        "|---|---|---|",
-        *(f"| {r.model_type} | {r.outcome} | {r.detail} |" for r in results),
+        f"Short examples share samples with {len([r for r in passed if r.shared.startswith('yes')])} types: their logits equal "
+        "those of each example alone, with both attention implementations, as the last column says. With the others, and "
+        "wherever a configuration has something that was not tried, each example gets a sample of its own "
+        "(`models/packing.py`). Experts are no reason: a token's route depends on that token alone, and only the balancing "
+        "loss adds up the whole batch, as its definition says.",
+        "",
+        "| `model_type` | outcome | largest difference, or the reason | examples share samples |",
+        "|---|---|---|---|",
+        *(f"| {r.model_type} | {r.outcome} | {r.detail} | {r.shared} |" for r in results),
         "",
     ]
     return "\n".join(lines)
@@ -223,9 +280,10 @@ def main() -> int:
     results = []
     for model_type in [*families_with_a_plan(), *ADAPTERS] if options.all else options.types:
         results.append(tried(model_type, verbose=not options.all))
-        print(f"{results[-1].model_type:24} {results[-1].outcome:8} {results[-1].detail}", flush=True)
+        print(f"{results[-1].model_type:24} {results[-1].outcome:8} {results[-1].detail:8} {results[-1].shared}", flush=True)
     counts = {kind: sum(r.outcome == kind for r in results) for kind in ("passed", "refused", "failed")}
-    print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    num_sharing = sum(r.shared.startswith("yes") for r in results)
+    print(", ".join(f"{number} {kind}" for kind, number in counts.items()) + f"; examples of {num_sharing} share samples")
     if options.write is not None:
         options.write.write_text(page(results))
     return 1 if counts["failed"] else 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import PADDINGS, compare, tried
+from parity import PADDINGS, TOLERANCE, compare, shared_difference, sharing_of, tried
 from shrunken import ADAPTERS, families_with_a_plan
+
+from models.packing import SHOWN
 
 #: Each for what its cut could get wrong.
 SAMPLE = {
@@ -26,6 +28,25 @@ SAMPLE = {
     "bloom": "layers that return tuples, alibi",
 }
 
+#: Of the types whose examples share samples, each for what keeps them apart.
+SHARING = {
+    "llama": "a causal mask",
+    "gemma3_text": "windows and whole layers in turn",
+    "gemma3n_text": "keys and values of earlier layers",
+    "gpt_oss": "windows and sinks, masks made without positions",
+    "afmoe": "masks made without positions by kind of layer",
+    "cohere2": "layers without positions",
+    "deepseek_v3": "latent attention",
+    "exaone4": "windows by a pattern",
+    "mixtral": "experts",
+    "longcat_flash": "two attentions a layer, experts that do nothing",
+    "mimo_v2_flash": "windows of another size by layer",
+    "gpt2": "learnt positions",
+    "opt": "learnt positions, masks made without positions",
+    "bloom": "alibi over the whole sample",
+    "falcon": "alibi added to the mask",
+}
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -42,6 +63,22 @@ def test_three_stages_equal_the_whole_model(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "opt"])
 def test_a_head_tied_to_an_embedding_in_another_stage_equals_the_whole_model(model_type: str) -> None:
     assert compare(model_type, paddings=("left",), tie_word_embeddings=True) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", SHARING)
+def test_examples_that_share_a_sample_equal_each_alone(model_type: str) -> None:
+    assert shared_difference(model_type) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "deepseek_v32", "doge"])
+def test_the_comparison_notices_where_examples_see_each_other(model_type: str) -> None:
+    assert sharing_of(model_type).startswith("no")
+    assert shared_difference(model_type) > 1000 * TOLERANCE
+
+
+def test_every_type_whose_examples_share_samples_is_one_that_can_be_cut() -> None:
+    known = {*families_with_a_plan(), *ADAPTERS}
+    assert set(SHARING) <= SHOWN <= known, SHOWN - known
 
 
 def test_every_family_with_a_plan_is_known_and_a_refusal_names_it() -> None:

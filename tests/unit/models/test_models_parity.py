@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import PADDINGS, TOLERANCE, compare, shared_difference, sharing_of, tried
+from parity import PADDINGS, TOLERANCE, compare, shared_difference, tried
 from shrunken import ADAPTERS, families_with_a_plan
 
 from models.packing import SHOWN
@@ -72,7 +72,7 @@ def test_examples_that_share_a_sample_equal_each_alone(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["minimax", "deepseek_v32", "doge"])
 def test_the_comparison_notices_where_examples_see_each_other(model_type: str) -> None:
-    assert sharing_of(model_type).startswith("no")
+    assert model_type not in SHOWN
     assert shared_difference(model_type) > 1000 * TOLERANCE
 
 

@@ -128,20 +128,21 @@ class Tasks:
     """Owns background tasks: none is lost, failures are logged, and all end with their owner."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        #: In the order in which they began: the same seed is the same run, also when they end.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         #: First unexpected failure of a task started with `vital=True`.
         self.failure: asyncio.Future[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, Any], name: str, *, vital: bool = False) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
         if vital and self.failure is None:
             self.failure = asyncio.get_running_loop().create_future()
         task.add_done_callback(lambda t: self._ended(t, vital))
         return task
 
     def _ended(self, task: asyncio.Task[Any], vital: bool) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, SwarmError) and not vital:

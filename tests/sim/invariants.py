@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.base.virtual_time import VirtualTimeLoop
 from swarm.net.transport import Progress
+from swarm.peer.stage_member import StageMember
 from swarm.peer.stage_peer import StagePeer
+from swarm.wire.messages import CommitRecord
 
 if TYPE_CHECKING:
     from simulation import Simulation
@@ -33,12 +35,12 @@ class InvariantBroken(AssertionError):
 class CheckedLoop(VirtualTimeLoop):
     """Virtual time, with `checks` called after every turn; the first that fails ends the run."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 0, *, late_s: float = 0.0) -> None:
+        super().__init__(seed, late_s=late_s)
         self.checks: list[Callable[[], None]] = []
 
     def _run_once(self) -> None:
-        super()._run_once()  # type: ignore[misc]
+        super()._run_once()
         try:
             for check in self.checks:
                 check()
@@ -47,9 +49,9 @@ class CheckedLoop(VirtualTimeLoop):
             raise
 
 
-def run_checked(main: Coroutine[Any, Any, T]) -> T:
+def run_checked(main: Coroutine[Any, Any, T], *, seed: int = 0, late_s: float = 0.0) -> T:
     """As `run_virtual`, with the invariants of every `Simulation` that `main` makes."""
-    with asyncio.Runner(loop_factory=CheckedLoop) as runner:
+    with asyncio.Runner(loop_factory=lambda: CheckedLoop(seed, late_s=late_s)) as runner:
         return runner.run(main)
 
 
@@ -75,6 +77,21 @@ class Invariants:
         self._simulation = simulation
         self._look_at = 0.0
         self.ledgers_changed = False
+        #: Of each member: the head of the state that it held when it had taken over a record that listed it as ready.
+        self._held: dict[StageMember, str] = {}
+
+    def note_taken_over(self, member: StageMember, record: CommitRecord) -> None:
+        """A member has just taken over `record`: if it held the state that this builds on, it must hold one still.
+
+        Raises:
+            InvariantBroken: it let its state go, though it may have been the only one who had it.
+        """
+        ready = any(x.key == member.me.key and x.ready for x in record.members[member.stage])
+        held = self._held.pop(member, "")
+        if held and record.previous_head == held and ready and member.queued is not None:
+            self._broken(f"stage {member.stage}: {member.me.peer[:8]} let go the state that step {record.step} builds on")
+        if ready and member.queued is None:
+            self._held[member] = member.versions.newest.head
 
     def check(self) -> None:
         """

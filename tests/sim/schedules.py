@@ -64,6 +64,8 @@ class Schedule:
     faults: tuple[Fault, ...]
     #: The first and the last stage hold copies of one parameter.
     tied: bool = False
+    #: Most seconds that the event loop comes late, as one under load does.
+    late_s: float = 0.0
 
     @classmethod
     def draw(cls, seed: int, *, tied: bool = False) -> Schedule:
@@ -78,10 +80,12 @@ class Schedule:
         moves = [Fault("move", round(moving.uniform(0.0, 1.6), 3), 0.0, moving.getrandbits(16)) for _ in range(2)]
         faults = sorted([*faults, *(moves if seed % 2 == 0 else [])], key=lambda f: f.at_s)
         lossy = rng.random() < 0.5
+        late_s = random.Random(f"load of {seed}").choice([0.0, 0.002, 0.02])
         return cls(
             seed=seed, num_stages=rng.choice([3, 3, 4]), peers_per_stage=rng.choice([2, 2, 3]), trainers=2,
             backbones=rng.choice([1, 1, 2]), delay_steps=rng.choice([0, 0, 1]),
             drop=0.005 if lossy else 0.0, duplicate=0.02 if lossy else 0.0, faults=tuple(faults), tied=tied,
+            late_s=late_s,
         )  # fmt: skip
 
     def config(self) -> RunConfig:
@@ -96,7 +100,8 @@ class Schedule:
         head = (
             f"Schedule.draw({self.seed}{', tied=True' if self.tied else ''}): {self.num_stages} stages x "
             f"{self.peers_per_stage} peers, {self.trainers} trainers, "
-            f"{self.backbones} backbones, delay {self.delay_steps}, drop {self.drop}, duplicate {self.duplicate}"
+            f"{self.backbones} backbones, delay {self.delay_steps}, drop {self.drop}, duplicate {self.duplicate}, "
+            f"late {self.late_s} s"
         )
         return "\n  ".join([head, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
 
@@ -286,7 +291,7 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
         AssertionError: a promise was broken; the message ends with the schedule.
     """
     try:
-        return run_checked(_run(schedule))
+        return run_checked(_run(schedule), seed=schedule.seed, late_s=schedule.late_s)
     except BaseException as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n{schedule}") from error
 

@@ -256,7 +256,8 @@ class Simulation:
         node = Node(name, context.transport.address, context.identity, peer, executor)
 
         def watch() -> None:
-            peer.member.on_commit.append(self._note)
+            member = peer.member
+            member.on_commit += [self._note, lambda record: self.invariants.note_taken_over(member, record)]
             if self.config.mode == "sync":
                 peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
 

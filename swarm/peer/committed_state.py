@@ -1,16 +1,18 @@
 """What has committed at a stage peer: the newest record, the versions that came of records, and averages for those that lag.
 
-A record that comes in is handed on and applied: the optimizer step with the average that it decided on, held here or copied
-from one of its holders; or, where another lineage or era replaces what was committed, the state at its head. Must not know how
-steps end: `stage_member`, which builds on this, takes part in that.
+A record that comes in is learned at once, handed on, and taken over in its turn: the optimizer step with the average that it
+decided on, held here or copied from one of its holders; or, where another lineage or era replaces what was committed, the state
+at its head. Between the two this peer lags by what it has in hand, which is not being behind: who decides by record and state
+together waits in `settled`. Must not know how steps end: `stage_member`, which builds on this, takes part in that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import torch
 
@@ -44,6 +46,11 @@ async def _nothing_to_restore(record: m.CommitRecord) -> StageState | None:
 
 async def _nobody_to_copy_from(holder: m.Member, step: int, digest: str) -> torch.Tensor:
     raise RemoteError("no way to copy averages")
+
+
+def _replaces(record: m.CommitRecord, known: m.CommitRecord) -> bool:
+    """Is `record`, the newer one, of another lineage or era, so that what was committed is not built upon?"""
+    return not record.relists(known) and (record.era > known.era or record.step <= known.step)
 
 
 class CommittedState:
@@ -88,7 +95,10 @@ class CommittedState:
         self.last_averages: deque[tuple[int, Average]] = deque(maxlen=KEPT_AVERAGES)
         #: Copies an average from one of its holders; see `rounds.py`.
         self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
-        self.commit_lock = asyncio.Lock()
+        #: Records that were learned and not yet taken over, in order, each with the one before it.
+        self._learned: deque[tuple[m.CommitRecord, m.CommitRecord | None]] = deque()
+        #: Its lock is held by whoever changes the state: the newest version, and the averages that queue for one.
+        self._settled = asyncio.Condition()
         #: Called after each record was applied or queued, in order.
         self.on_commit: list[Callable[[m.CommitRecord], None]] = []
         #: Finds the state at a record's head in memory or on disk; see `restore.py`.
@@ -112,6 +122,11 @@ class CommittedState:
         return self.record is not None and self.queued is None and self.versions.newest.head == self.record.head
 
     @property
+    def held_head(self) -> str | None:
+        """Of the newest state that this peer holds, whatever has committed since; None without any."""
+        return None if self.queued is not None else self.versions.newest.head
+
+    @property
     def me(self) -> m.Member:
         return self.context.member()
 
@@ -131,6 +146,16 @@ class CommittedState:
         """This peer moves, and will not be here to seal `step`."""
         record = self.record
         return record is not None and step > record.step + 1 and any(x.member.key == self.me.key for x in record.moves)
+
+    @contextlib.asynccontextmanager
+    async def settled(self) -> AsyncIterator[None]:
+        """A block that begins once all that was learned has been taken over: the record and the state belong together there.
+
+        Until its end nothing is taken over, so it should ask nobody.
+        """
+        async with self._settled:
+            await self._settled.wait_for(lambda: not self._learned)
+            yield
 
     # ------------------------------------------------------------------------------------------------ commit
 
@@ -154,8 +179,12 @@ class CommittedState:
                 raise Refuse("ahead", f"step {known.step} of era {known.era} is newer", record=known)
             return
         self.record = record
+        if known is not None and _replaces(record, known):
+            self.steps.clear()  # their gradients are of what is no more, whenever that is taken over
+        self._learned.append((record, known))
         self._tasks.start(self._forward(record), f"forward record {record.step}")
-        self._tasks.start(self._take_over(record, known), f"apply record {record.step}", vital=True)
+        if len(self._learned) == 1:  # else the task that takes the first one over goes on
+            self._tasks.start(self._take_over_all(), f"apply records from {record.step} on", vital=True)
 
     async def _forward(self, record: m.CommitRecord) -> None:
         """Hand the record on: to the next member of this stage, and to the leader of the next stage."""
@@ -170,35 +199,41 @@ class CommittedState:
             except (LinkError, RemoteError):
                 continue  # it will hear of it from someone else, or notice that it is behind
 
+    async def _take_over_all(self) -> None:
+        async with self._settled:
+            while self._learned:
+                await self._take_over(*self._learned[0])
+                self._learned.popleft()
+            self._settled.notify_all()
+
     async def _take_over(self, record: m.CommitRecord, known: m.CommitRecord | None) -> None:
-        async with self.commit_lock:
-            relisted = record.relists(known)
-            set_back = known is not None and not relisted and (record.era > known.era or record.step <= known.step)
-            if set_back:
-                assert known is not None
-                self._forget(known, record)
-            if relisted and self.versions.newest.head == record.head:
-                pass  # nothing but the members may have changed
-            elif record.step == -1 or set_back or (known is None and record.era > 0):
-                state = await self.restore(record)
-                if state is not None:
-                    self.queued = None
-                    self.versions.replace(state)
-                    await self.refresh_digest()
-                elif self.queued is not None:
-                    self.queued.clear()
+        relisted = record.relists(known)
+        set_back = known is not None and _replaces(record, known)
+        if set_back:
+            assert known is not None
+            self._forget(known, record)
+        if relisted and self.versions.newest.head == record.head:
+            pass  # nothing but the members may have changed
+        elif record.step == -1 or set_back or (known is None and record.era > 0):
+            state = await self.restore(record)
+            if state is not None:
+                self.queued = None
+                self.versions.replace(state)
+                await self.refresh_digest()
             elif self.queued is not None:
-                await self._queue(record)
-            elif record.previous_head == self.versions.newest.head:
-                await self._apply(record)
-            elif record.head != self.versions.newest.head:
-                logger.info("behind: record of step %d does not follow this peer's version", record.step)
-            for step in [s for s in self.steps if s <= record.step]:
-                del self.steps[step]
-            for callback in self.on_commit:
-                callback(record)
-            async with self.committed:
-                self.committed.notify_all()
+                self.queued.clear()
+        elif self.queued is not None:
+            await self._queue(record)
+        elif record.previous_head == self.versions.newest.head:
+            await self._apply(record)
+        elif record.head != self.versions.newest.head:
+            logger.info("behind: record of step %d does not follow this peer's version", record.step)
+        for step in [s for s in self.steps if s <= record.step]:
+            del self.steps[step]
+        for callback in self.on_commit:
+            callback(record)
+        async with self.committed:
+            self.committed.notify_all()
 
     def _forget(self, known: m.CommitRecord, record: m.CommitRecord) -> None:
         """Another lineage or era replaces what was committed: loudly if steps are lost, and counted."""
@@ -278,6 +313,17 @@ class CommittedState:
             return
         self.queued.append((record, average.flat))
         self.last_averages.append((record.step, average))
+
+    async def adopt(self, state: StageState) -> None:
+        """Go on from a snapshot and what has queued up since it; in `settled`."""
+        record, queued = state.version.record, self.queued or []
+        self.versions.replace(state)
+        self.queued = None
+        for later, flat in queued:
+            if later.step > record.step and later.previous_head == self.versions.newest.head:
+                await self.advance(later, flat)
+        if record.newer_than(self.record):
+            self.learn(record)
 
     async def advance(
         self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None

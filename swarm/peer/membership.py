@@ -120,41 +120,47 @@ class Membership:
             logger.info("stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, wait)
 
     async def _follow(self) -> None:
-        """Move along the table after what the newest record says of this peer."""
+        """Do what the newest record asks of this peer."""
+        member = self._member
+        async with member.settled():
+            record = member.record
+            if record is not None:
+                self._heed(record)
+        if record is not None and self.state == "moving":
+            await self._hand_over(record)
+        elif record is not None and self.state == "syncing":
+            await self._synchronise(record)
+
+    def _heed(self, record: m.CommitRecord) -> None:
+        """Move along the table after what the newest record says of this peer, which has taken it over."""
         member, listed = self._member, self._member.listed()
-        if member.record is None:
-            return
         if listed is None:
-            target = member.listed_elsewhere()
-            if target is not None and PEER.allows(self.state, "moved"):
+            if member.listed_elsewhere() is not None and PEER.allows(self.state, "moved"):
                 self._move("moved")
-                await self._hand_over(member.record, target)
-                return
-            if PEER.allows(self.state, "excluded"):
+            elif PEER.allows(self.state, "excluded"):
                 if self.state == "serving":
-                    logger.warning("record of step %d no longer lists this peer: joining again", member.record.step)
+                    logger.warning("record of step %d no longer lists this peer: joining again", record.step)
                 self._move("excluded")
                 # Being left out may mean that this peer's state is wrong: it downloads it anew.
                 member.queued = []
             return
         self._moved_by = None
         if self.state in ("waiting", "moving"):
-            if listed.ready and member.up_to_date:
-                self._move("listed_ready")
-            else:
-                self._move("listed")
+            self._move("listed_ready" if listed.ready and member.up_to_date else "listed")
         if self.state == "serving" and not member.up_to_date:
-            # The record may be being applied this very moment.
-            async with member.commit_lock:
-                behind = not member.up_to_date and member.versions.newest.head != member.record.head
-            if behind:
-                self._move("fell_behind")
-                self._move("listed")
+            self._move("fell_behind")
+            self._move("listed")
         if self.state == "syncing":
-            await self._synchronise()
+            if member.up_to_date:
+                self._move("synced")
+            else:
+                member.queued = []
 
-    async def _hand_over(self, record: m.CommitRecord, target: int) -> None:
-        """Go to `target` once a live member of the old stage is seen: this peer may be the last that holds its state."""
+    async def _hand_over(self, record: m.CommitRecord) -> None:
+        """Go once a live member of the old stage is seen: this peer may be the last that holds its state."""
+        target = self._member.listed_elsewhere()
+        if target is None:
+            return
         self._moved_by = first = self._moved_by or record
         others = [x for x in record.members[self._member.stage] if x.ready]
         went_on = others and (record.era, record.step) > (first.era, first.step)
@@ -166,19 +172,11 @@ class Membership:
             reply, _ = await self._link.ask(other, m.Status(), m.StatusReply)
         except (LinkError, RemoteError):
             return False
-        return reply.member.key == other.key and reply.step > record.step
+        return reply.member.key == other.key and reply.head == record.head
 
-    async def _synchronise(self) -> None:
+    async def _synchronise(self, record: m.CommitRecord) -> None:
         """Download a snapshot while averages queue, then apply those; retried by the loop if it fails."""
         member = self._member
-        record = member.record
-        assert record is not None
-        async with member.commit_lock:  # the record may be being applied, or the state restored, this very moment
-            if not member.up_to_date:
-                member.queued = []
-        if member.up_to_date:
-            self._move("synced")
-            return
         donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
         self._link.context.rng.shuffle(donors)
         try:
@@ -189,18 +187,10 @@ class Membership:
             logger.log(level, "stage %d: %s", member.stage, error)
             await self._catch_up(donors)
             return
-        async with member.commit_lock:
+        async with member.settled():
             if member.queued is None:
                 return  # a state was restored meanwhile
-            member.versions.replace(state)
-            version = state.version
-            later = [(r, flat) for r, flat in member.queued or [] if r.step > version.record.step]
-            member.queued = None
-            for later_record, flat in later:
-                if later_record.previous_head == member.versions.newest.head:
-                    await member.advance(later_record, flat)
-            if version.record.newer_than(member.record):
-                member.record = version.record
+            await member.adopt(state)
         if member.up_to_date:
             await member.refresh_digest()
             self._move("synced")
@@ -227,11 +217,10 @@ class Membership:
     async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> m.Joining | None:
         """What the coordinator answered, if one did."""
         member, context = self._member, self._link.context
-        newest = member.versions.newest
-        holds = member.queued is None and (member.record is None or member.up_to_date)
+        head = None if leaving else await self._held_head()
         request = m.Join(
-            run=context.run, stage=member.stage, member=context.member(ready=holds),
-            head=newest.head if holds else None, leaving=leaving, lost=tuple(lost),
+            run=context.run, stage=member.stage, member=context.member(ready=head is not None), head=head, leaving=leaving,
+            lost=tuple(lost),
         )  # fmt: skip
         for address in await self._coordinators():
             try:
@@ -245,6 +234,12 @@ class Membership:
                 self.answered_by = address
                 return joining
         return None
+
+    async def _held_head(self) -> str | None:
+        """Of the state that this peer holds, if that is the newest."""
+        member = self._member
+        async with member.settled():
+            return member.held_head if member.record is None or member.up_to_date else None
 
     async def _coordinators(self) -> list[m.Member]:
         known = [self._member.coordinator] if self._member.coordinator is not None else []

@@ -48,6 +48,8 @@ class RestorePoints:
         member = self._member
         member.require_stage(message.stage)
         progress.follow(lambda: member.background.finished)
+        async with member.settled():
+            pass  # what is being taken over is what it will hold
         records = {}
         if member.queued is None and member.versions.newest.num_commits > 0:
             records[member.versions.newest.head] = member.versions.newest.record

@@ -78,7 +78,8 @@ class StageMember(CommittedState):
 
     def held_tickets(self) -> list[Ticket]:
         """Tickets of open steps whose gradient only this peer holds."""
-        entries = {step: tuple(state.accumulator.ledger.entries) for step, state in self.steps.items()}  # at once: jobs add some
+        open_steps = {step: state for step, state in self.steps.items() if step >= self.num_commits}
+        entries = {step: tuple(state.accumulator.ledger.entries) for step, state in open_steps.items()}  # at once: jobs add some
         return [Ticket(step, index) for step, indexes in entries.items() for index in indexes]
 
     def step_state(self, step: int) -> StepState:

@@ -154,7 +154,7 @@ class StagePeer:
         member, served = self.member, self.micro_batches
         return m.StatusReply(
             role="stage", member=self.context.member(), step=member.num_commits,
-            head=member.record.head if member.record else "", state=self.membership.state,
+            head=(member.record and member.held_head) or "", state=self.membership.state,
             detail={
                 "stage": self.stage, "total_steps": self.context.config.total_steps,
                 "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],

@@ -108,7 +108,10 @@ class StateDonor:
                 pin.readers.pop(reader, None)
                 self._pinned()
             return m.Ack()
-        progress.follow(lambda: member.storage.finished)
+        progress.follow(lambda: member.storage.finished + member.background.finished + member.executor.finished)
+        if not member.is_copying:  # that may take long, and other donors may have what is asked for
+            async with member.settled():
+                pass
         async with self._pinning:  # making one takes a while, and there is never a second
             if not member.up_to_date or member.versions.newest.record.step < message.min_step:
                 raise Refuse("behind", f"this peer holds step {member.versions.newest.record.step}")

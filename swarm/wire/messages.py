@@ -384,6 +384,7 @@ class StatusReply(Message):
     member: Member
     #: Steps that have committed; -1: it does not know of the run's yet.
     step: int = -1
+    #: That of a stage peer's own state, which may lag; of other roles that of the newest record. Empty: none.
     head: str = ""
     state: Annotated[str, StringConstraints(max_length=64)] = ""
     detail: Annotated[dict[str, str | int | float | bool], Field(max_length=128)] = {}

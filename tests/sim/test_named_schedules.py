@@ -198,6 +198,32 @@ def test_all_candidates_of_one_stage_gone_and_no_exponential_retries():
     run_checked(main())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sole_holder_that_looks_around_as_it_learns_of_a_commit(seed):
+    """What it learned and has in hand is not what it lacks: it lets nothing go, and the run is not set back."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=5), seed=35)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        peer = simulation.nodes["stage1.0"].peer
+        learn, states = peer.member.learn, []
+
+        def learn_as_it_wakes(record):
+            peer.membership._poke.set()  # stands for its timer, which is due at this moment
+            learn(record)
+            asyncio.get_running_loop().call_soon(lambda: states.append(peer.membership.state))
+
+        peer.member.learn = learn_as_it_wakes
+        await simulation.finish(within_s=120.0)
+        assert states.count("serving") >= 4, states
+        assert set(states) <= {"waiting", "serving"}, f"it served, and then {states}"
+        assert simulation.commits[4].era == 0, "the run was set back"
+        check(simulation)
+        await simulation.close()
+
+    run_checked(main(), seed=seed)
+
+
 def test_a_link_cut_between_two_members_that_the_leader_still_reaches():
     """Both answer the leader, but their round fails: one end is struck, and the step commits with the others."""
 

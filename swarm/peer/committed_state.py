@@ -53,6 +53,11 @@ def _replaces(record: m.CommitRecord, known: m.CommitRecord) -> bool:
     return not record.relists(known) and (record.era > known.era or record.step <= known.step)
 
 
+def _restores(record: m.CommitRecord, known: m.CommitRecord | None) -> bool:
+    """Is the state at `record` not made by a step from that of `known`, but found in memory or on disk?"""
+    return record.step == -1 or (_replaces(record, known) if known is not None else record.era > 0)
+
+
 class CommittedState:
     """Of one peer of one stage."""
 
@@ -151,10 +156,15 @@ class CommittedState:
     async def settled(self) -> AsyncIterator[None]:
         """A block that begins once all that was learned has been taken over: the record and the state belong together there.
 
-        Until its end nothing is taken over, so it should ask nobody.
+        A peer without a state has none to let go, and waits for no averages that queue: they may come faster than it copies
+        them. Until the block's end nothing is taken over, so it should ask nobody.
         """
+
+        def is_settled() -> bool:
+            return not self._learned or (self.queued is not None and not any(_restores(*x) for x in self._learned))
+
         async with self._settled:
-            await self._settled.wait_for(lambda: not self._learned)
+            await self._settled.wait_for(is_settled)
             yield
 
     # ------------------------------------------------------------------------------------------------ commit
@@ -200,21 +210,18 @@ class CommittedState:
                 continue  # it will hear of it from someone else, or notice that it is behind
 
     async def _take_over_all(self) -> None:
-        async with self._settled:
-            while self._learned:
+        while self._learned:
+            async with self._settled:
                 await self._take_over(*self._learned[0])
                 self._learned.popleft()
-            self._settled.notify_all()
+                self._settled.notify_all()
 
     async def _take_over(self, record: m.CommitRecord, known: m.CommitRecord | None) -> None:
-        relisted = record.relists(known)
-        set_back = known is not None and _replaces(record, known)
-        if set_back:
-            assert known is not None
+        if known is not None and _replaces(record, known):
             self._forget(known, record)
-        if relisted and self.versions.newest.head == record.head:
+        if record.relists(known) and self.versions.newest.head == record.head:
             pass  # nothing but the members may have changed
-        elif record.step == -1 or set_back or (known is None and record.era > 0):
+        elif _restores(record, known):
             state = await self.restore(record)
             if state is not None:
                 self.queued = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.base.errors import LinkError, RemoteError
+from swarm.lifecycle.record import fault_of
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, together
 from swarm.peer.stage_member import StageMember
@@ -296,6 +297,10 @@ async def download(link: Link, member: StageMember, donors: Sequence[m.Member], 
             manifest, _ = await link.ask(donor, ask, m.StateManifest, stall_s=stall_s)
         except (LinkError, RemoteError) as error:
             reasons.append(f"{donor.peer[:8]}: {error}")
+            return None
+        fault = fault_of(link.context.config, manifest.record)
+        if fault or manifest.record.run != link.context.run:
+            reasons.append(f"{donor.peer[:8]}: its record is none of this run: {fault or 'another run'}")
             return None
         return manifest if manifest.record.step >= min_step else None
 

@@ -72,6 +72,7 @@ class CausalLMStage(torch.nn.Module):
         self.is_last = span.stop == self.num_layers
         self.balancing = balancing_of(lm)
         self._entering_size = int(getattr(lm.config, "hidden_size", 0))
+        self._num_streams = int(getattr(lm.config, "altup_num_inputs", 1))
         self.reads_tokens = "input_ids" in inspect.signature(layers[span.start].forward).parameters
         for number in range(self.num_layers):
             if number not in span:
@@ -135,6 +136,15 @@ class CausalLMStage(torch.nn.Module):
         ids = torch.zeros(num_samples, sequence_length, dtype=torch.int64)
         hidden = torch.zeros(*ids.shape, self._entering_size)
         return {"input_ids": ids} if self.is_first else {HIDDEN: hidden}, {"labels": ids} if self.is_last else None
+
+    def largest_inputs(self, num_samples: int, sequence_length: int) -> dict[str, tuple[int, ...]]:
+        """Of what enters and has not the samples as its first dimension: routers' sums, and streams where they come first."""
+        largest: dict[str, tuple[int, ...]] = {}
+        if self.balancing is not None:
+            largest |= dict.fromkeys(("router_counts", "router_sums"), (self.balancing.num_experts,))
+        if self.anatomy.streams == 0:
+            largest[HIDDEN] = (self._num_streams, num_samples, sequence_length, self._entering_size)
+        return largest
 
     def forward(self, inputs: Tensors, labels: Tensors | None = None) -> Tensors:
         current = self._crossing(inputs)

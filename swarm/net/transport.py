@@ -7,7 +7,8 @@ what any message means, except `Heartbeat` and `Refusal`.
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import numpy
 
@@ -23,6 +24,8 @@ class Progress:
         #: Counts the bytes of this request too.
         self._among = among
         self._sources: list[Callable[[], int]] = []
+        #: Blocks of `vouched` that have not ended.
+        self._num_vouched = 0
         #: Bytes that `moved` has counted.
         self.num_bytes = 0
         #: Host that the request came from, as the transport saw it.
@@ -43,8 +46,21 @@ class Progress:
         """Count `source()` too (a monotone counter, such as an executor's finished jobs)."""
         self._sources.append(source)
 
+    @contextmanager
+    def vouched(self) -> Iterator[None]:
+        """Every look counts until the block ends: what is waited for in it has a deadline of its own.
+
+        Else a caller's patience with this peer would end at the same moment as this peer's with the next.
+        """
+        self._num_vouched += 1
+        try:
+            yield
+        finally:
+            self._num_vouched -= 1
+
     @property
     def count(self) -> int:
+        self._own += self._num_vouched
         return self._own + sum(source() for source in self._sources)
 
 

@@ -24,6 +24,7 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
+from swarm.peer.at_work import AtWork
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.step_state import StepState
 from swarm.stage.compute import StageCompute
@@ -73,6 +74,8 @@ class CommittedState:
         self.executor = threads.compute
         self.background = threads.background
         self.storage = threads.storage
+        #: Vouches for the compute thread.
+        self.at_work = AtWork(link, tasks, threads.compute, self._mates)
         self._tasks = tasks
         initial = genesis_record(self.config, self.context.run, ZERO_BALLOT, ((),) * self.config.num_stages)
         masters = compute.initial_masters() if compute.has_values else compute.no_masters()
@@ -92,6 +95,8 @@ class CommittedState:
         self.max_queued = MAX_QUEUED_AVERAGES
         #: The average of the newest record was made without this peer, and is on its way: that takes as long as it is large.
         self.is_copying = False
+        #: The optimizer step of the newest record waits for the compute thread, or is under way there.
+        self.is_applying = False
         self.committed = asyncio.Condition()
         #: A head, and the digest of the state at it.
         self._digest = ("", "")
@@ -140,6 +145,11 @@ class CommittedState:
         if self.record is None:
             return None
         return next((x for x in self.record.members[self.stage] if x.key == self.me.key), None)
+
+    def _mates(self) -> list[m.Member]:
+        """Who else serves this stage."""
+        listed = self.record.members[self.stage] if self.record is not None else ()
+        return [x for x in listed if x.ready and x.key != self.me.key]
 
     def listed_elsewhere(self) -> int | None:
         """The stage at which the newest record lists this peer, if that is not the one it serves."""
@@ -336,10 +346,7 @@ class CommittedState:
         self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None
     ) -> None:
         """Apply one record to the newest version: the optimizer step, and `adopt`, as a job of the compute thread."""
-        compute, config = self.compute, self.config
-        if compute.device != "cpu":
-            arrived = flat
-            flat = (await self.background.run(lambda: on_device(arrived, compute.device), Priority.CONTROL)).value
+        compute, config, arrived = self.compute, self.config, flat
 
         def job() -> None:
             newest = self.versions.newest
@@ -357,7 +364,13 @@ class CommittedState:
             self.versions.add(version, optimizer)
             adopt()
 
-        await self.executor.run(job, Priority.CONTROL)
+        self.is_applying = True
+        try:
+            if compute.device != "cpu":
+                flat = (await self.background.run(lambda: on_device(arrived, compute.device), Priority.CONTROL)).value
+            await self.executor.run(job, Priority.CONTROL, "optimizer")
+        finally:
+            self.is_applying = False
         self._tasks.start(self.refresh_digest(), "digest of the state")
 
     async def refresh_digest(self) -> None:

@@ -6,6 +6,7 @@ Only the candidate's own fault moves the caller on; a refusal that speaks of the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Member, Route, Train, Trained
+
+logger = logging.getLogger(__name__)
 
 #: Refusals that another candidate would repeat: the step is over, or they are from further downstream. A peer of another
 #: run, or one that finds no sense in the request, speaks for itself alone.
@@ -37,37 +40,41 @@ async def call_stage(
     buffers: Sequence[Buffer],
     *,
     stage: int,
-    progress: Progress | None,
+    progress: Progress,
 ) -> HopResult:
     """Ask the candidates of `route[0]`, which serve `stage`, in order.
 
     Raises:
-        Refuse: `no_candidate`, or `failed_everywhere` if each one computed and failed; with every candidate's reason.
+        Refuse: `no_candidate`, or `failed_everywhere` if each one computed and failed, or found no sense in the request; with
+            every candidate's reason.
         RefusedBy: with a code in `PASSED_ON`.
     """
     loop = asyncio.get_running_loop()
     failed: list[tuple[Member, str, float]] = []
-    num_computed = 0
+    num_useless = 0
     for position, candidate in enumerate(route[0]):
         others = route[0][:position] + route[0][position + 1 :]
         request = make_request(((candidate, *others), *route[1:]))
         began = loop.time()
         try:
-            trained, frame = await link.ask(
-                candidate, request, Trained, buffers=buffers,
-                stall_s=link.context.config.timing.stall_s, progress=progress,
-            )  # fmt: skip
+            with progress.vouched():
+                trained, frame = await link.ask(
+                    candidate, request, Trained, buffers=buffers,
+                    stall_s=link.context.config.timing.stall_s, progress=progress,
+                )  # fmt: skip
             if [hop.stage for hop in trained.hops] != list(range(stage, link.context.config.num_stages)):
                 raise RemoteProtocolError("its hops are not those from its stage to the last")
             return HopResult(trained, frame, loop.time() - began, tuple(failed))
         except RefusedBy as refused:
             if refused.code in PASSED_ON:
                 raise
-            num_computed += refused.code == "failed"
+            num_useless += refused.code in ("failed", "bad_request")
             failed.append((candidate, f"{refused.code}: {refused.reason}"[:300], 0.0))
         except (LinkError, RemoteError) as error:
             waited = loop.time() - began if isinstance(error, Stalled) else 0.0
             failed.append((candidate, f"{type(error).__name__}: {error}"[:300], waited))
+        member, reason, _ = failed[-1]
+        logger.debug("stage %d: %s passed by after %.1f s: %s", stage, member.peer[:8], loop.time() - began, reason)
     reasons = "; ".join(f"{member.peer[:8]} {reason}" for member, reason, _ in failed) or "the route names nobody"
-    code = "failed_everywhere" if failed and num_computed == len(failed) else "no_candidate"
+    code = "failed_everywhere" if failed and num_useless == len(failed) else "no_candidate"
     raise Refuse(code, f"stage {stage}: {reasons}"[:1900], stage=stage)

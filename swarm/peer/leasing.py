@@ -93,6 +93,8 @@ class Leasing:
                     self.in_doubt = True
         for step, held in self.pools.items():
             held.renew(trainer, [t.index for t in message.holding if t.step == step], now=now, lease_s=lease_s)
+        if self._evaluator is not None and self._evaluator[0] == trainer:  # it is heard while it evaluates
+            self._evaluator = (trainer, now + 4 * lease_s)
         if message.evaluated is not None and message.evaluated[0] == self.evaluation_due:
             self.evaluation_due = self._evaluator = None
         if message.done or message.evaluated:

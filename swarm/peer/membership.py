@@ -65,6 +65,11 @@ class Membership:
     def serving(self) -> bool:
         return self.state == "serving"
 
+    @property
+    def coming(self) -> bool:
+        """Others may have heard before this peer that a record lists it: it has a state, and serves in a moment."""
+        return self.state in ("waiting", "syncing") and self._member.record is not None and self._member.queued is None
+
     def drain(self) -> None:
         self._move("drain")
         self._poke.set()

@@ -21,11 +21,12 @@ from swarm.peer.hop import HopResult, call_stage
 from swarm.peer.link import Link, Refuse
 from swarm.peer.load import LoadMeter
 from swarm.peer.stage_member import StageMember
+from swarm.policy.job_times import RECOMPUTATION
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
 from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked, kind_of
 from swarm.stage.executor import Priority
-from swarm.stage.module import Tensors
+from swarm.stage.module import Tensors, is_too_large
 from swarm.stage.norms import finite, gradient_norms, norm_of
 from swarm.stage.stash import MemoryBudget, Reservation
 from swarm.stage.versions import Version
@@ -78,12 +79,15 @@ class MicroBatchServer:
         self._meter = meter
         self._compute = member.compute
         self._executor = member.executor
+        #: Largest shapes of what has not the samples as its first dimension.
+        self._declared = self._compute.declared(member.config.micro_batch_size, member.config.sequence_length)
         self._codec = CODECS[member.config.compression]
         #: Entered by a micro-batch from its forward to its backward. Elsewhere the budget counts graphs.
         self._room: AbstractAsyncContextManager[None] = nullcontext()
         if self._compute.last:
             self._room = asyncio.Semaphore(GRAPHS_OF_LAST_STAGE)
         self.accepting: Callable[[], bool] = lambda: True
+        self.coming: Callable[[], bool] = lambda: False
         #: The requests that have ended, by their last phase.
         self.phases: Counter[str] = Counter()
         self.in_flight = 0
@@ -95,6 +99,8 @@ class MicroBatchServer:
     async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
         member = self._member
         member.require_stage(message.stage)
+        member.at_work.follow(progress, waits_s=member.config.timing.stall_s)
+        await self._taken_up()
         if not self.accepting():
             raise Refuse("busy", "this peer is not serving now")
         last = message.stage == member.config.num_stages - 1
@@ -103,6 +109,8 @@ class MicroBatchServer:
         if last and not any(spec.role == "label" for spec in message.tensors):
             raise Refuse("bad_request", "labels are missing")
         self._require_fitting(message)
+        if why := member.at_work.overdue():
+            raise Refuse("busy", why)
         version = await self._version(message)
         if message.mode == "train" and member.hands_over(message.ticket.step):
             raise Refuse("busy", "this peer moves to another stage")
@@ -113,7 +121,6 @@ class MicroBatchServer:
         if not has_room or not (work.reserved.add(self._sent_bytes) or self.in_flight == 0):
             work.reserved.end()
             raise Refuse("busy", f"{self._budget.used_bytes} of {self._budget.limit_bytes} bytes are in use")
-        progress.follow(lambda: self._executor.finished)
         self.in_flight += 1
         try:
             if message.mode == "eval":
@@ -140,9 +147,18 @@ class MicroBatchServer:
         if not (0 <= index < count and 0 <= step <= config.total_steps):
             raise Refuse("bad_request", f"ticket {(step, index)} is none of this run")
         for spec in message.tensors:
-            has_sequence = len(spec.shape) >= (2 if spec.dtype.startswith(("int", "uint", "bool")) else 3)
-            if spec.shape[:1] > (config.micro_batch_size,) or (has_sequence and spec.shape[1] > config.sequence_length):
+            if is_too_large(
+                spec.name, spec.shape, self._declared, is_floating=not spec.dtype.startswith(("int", "uint", "bool")),
+                num_samples=config.micro_batch_size, sequence_length=config.sequence_length,
+            ):  # fmt: skip
                 raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
+
+    async def _taken_up(self) -> None:
+        """Until a peer that the newest record lists for the first time serves; for a while at most."""
+        loop, member = asyncio.get_running_loop(), self._member
+        until = loop.time() + min(2.0, member.config.timing.request_s)
+        while self.coming() and (loop.time() < until or member.is_applying):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
     async def _version(self, message: m.Train) -> Version:
         """The version that the request names; a commit that is just being applied is waited for."""
@@ -165,6 +181,9 @@ class MicroBatchServer:
                     async with member.committed:
                         await member.committed.wait()
             except TimeoutError:
+                if member.is_applying:  # behind a long job perhaps: the caller follows that
+                    until = loop.time() + member.config.timing.request_s
+                    continue
                 raise Refuse("behind", f"this peer is at step {member.num_commits}", record=member.record) from None
 
     # ------------------------------------------------------------------------------------------------ training
@@ -189,18 +208,24 @@ class MicroBatchServer:
             work.move("sent")
             below: HopResult | None = None
             if not self._compute.last:  # the last stage goes on without waiting for its device
-                await self._device.complete(sent, worked_forward)
+                with member.at_work.beside("forward"):
+                    await self._device.complete(sent, worked_forward)
                 self._sent_bytes = sum(spec.num_bytes for spec, _ in sent.payload)
                 below = await self._downstream(work, sent.payload, progress)
                 await asyncio.wait([claim], timeout=request_s)
             work.move("gradient")
+            kind = "backward" if activation.inputs else RECOMPUTATION
             backward = await self._executor.run(
-                lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD
+                lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD, kind
             )
         answer, added, told, worked_backward = backward.value
-        await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
+        with member.at_work.beside(kind):
+            await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
         work.forward_s = forward.run_s if worked_forward.seconds is None else worked_forward.seconds
         work.backward_s = backward.run_s if worked_backward.seconds is None else worked_backward.seconds
+        if worked_forward.seconds is not None:  # the compute thread has only told its device what to do
+            self._executor.times.note("forward", work.forward_s)
+            self._executor.times.note(kind, work.backward_s)
         work.queue_s += backward.queue_s
         self._note(work, sent.payload, below, answer.payload)
         verdict = added.verdict

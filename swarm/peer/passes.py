@@ -13,7 +13,7 @@ from swarm.base.errors import RemoteError
 from swarm.base.ids import Ticket
 from swarm.net.transport import Progress
 from swarm.peer.hop import HopResult, call_stage
-from swarm.peer.link import Link, Refuse
+from swarm.peer.link import Link, Refuse, RefusedBy
 from swarm.peer.reports import RoundTrips
 from swarm.peer.wiring import Wiring
 from swarm.wire import messages as m
@@ -90,8 +90,12 @@ class Passes:
 
         try:
             result = await call_stage(self._link, route, request, buffers, stage=0, progress=Progress())
+        except RefusedBy as refused:  # from further down
+            if refused.code != "failed_everywhere" or self.wiring.is_whole(route, refused.refusal.stage):
+                raise
+            raise RemoteError(f"all that may be tried now: {refused}") from None
         except Refuse as refused:  # every candidate of stage 0 failed
-            if refused.code == "failed_everywhere":
+            if refused.code == "failed_everywhere" and self.wiring.is_whole(route, 0):
                 raise
             for candidate in route[0]:
                 failed(0, candidate.peer, 0.0)

@@ -124,7 +124,7 @@ class Rounds:
             raise Refuse("wrong_state", "this round has been started already, or is over")
         if not isinstance(self._member.compressor, Plain):  # what it kept back of the last step is part of this one
             await self._member.caught_up(message.step, num_commits=message.step)
-        contribution = (await self._member.executor.run(state.accumulator.contribution, Priority.CONTROL)).value
+        contribution, state.contribution = state.contribution, None
         if contribution is not None and contribution.is_cuda:
             sealed = contribution
             contribution = await self._in_background(lambda: on_host(sealed))

@@ -58,6 +58,7 @@ class StageLeader:
 
     async def _on_claim(self, message: m.Claim, frame: Frame, progress: Progress) -> m.Claimed:
         self._member.require_stage(message.stage)
+        self._member.at_work.follow(progress, waits_s=self._member.config.timing.request_s)
         await self._member.caught_up(message.step)  # the sender may have heard of the newest record first
         self._member.step_state(message.step)  # refuses steps that are over or too far ahead
         book = await self._collected_book(message.step)

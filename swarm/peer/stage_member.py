@@ -7,8 +7,8 @@ of DESIGN.md, "The life of a step"; the tables are in `lifecycle/step.py`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
+from typing import TypeVar
 
 from swarm.averaging.all_reduce import Average
 from swarm.averaging.local_updates import LocalAccumulator
@@ -26,6 +26,8 @@ from swarm.stage.executor import Priority, Threads
 from swarm.stage.moments import Moments
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
+
+T = TypeVar("T")
 
 
 class StageMember(CommittedState):
@@ -103,9 +105,14 @@ class StageMember(CommittedState):
         `num_commits` asks for another version than that.
         """
         wanted = self.config.base_step(step) if num_commits is None else num_commits
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.timing.request_s / 2), self.committed:
-                await self.committed.wait_for(lambda: step < self.num_commits or self.versions.at(wanted) is not None)
+        while True:
+            try:
+                async with asyncio.timeout(self.config.timing.request_s / 2), self.committed:
+                    await self.committed.wait_for(lambda: step < self.num_commits or self.versions.at(wanted) is not None)
+            except TimeoutError:
+                if self.is_applying:  # behind a long job perhaps
+                    continue
+            return
 
     def make_accumulator(self, step: int) -> Accumulator:
         dtype, device = self.compute.master_dtype, self.compute.device
@@ -131,16 +138,18 @@ class StageMember(CommittedState):
         def job() -> m.Seal:
             if message.term.order < ledger.term.order:
                 raise Refuse("wrong_state", f"term {message.term.order} is below {ledger.term.order}")
+            # What is frozen is taken now: when the round begins, this thread may have a long job of the next step.
             if message.freeze:
                 state.accumulator.freeze(message.term)
+                state.contribution = state.accumulator.contribution()
             else:
                 state.accumulator.settle()
                 ledger.collect(message.term, freeze=False)
+                state.contribution = None
             head = self.versions.newest.head
             return ledger.seal(self.me, head, self._digest_at(head), self.saved)
 
-        progress.follow(self._at_work())
-        seal = (await self.executor.run(job, Priority.CONTROL)).value
+        seal = await self._run(job, progress, "seal")
         state.leader = message.leader
         if state.round is not None and state.round.term.order != message.term.order:
             state.round.fail(RoundFailed("a newer attempt began"))
@@ -156,24 +165,24 @@ class StageMember(CommittedState):
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)
         ledger = self.step_state(message.step).accumulator.ledger
-        progress.follow(self._at_work())
-        outcome = await self.executor.run(lambda: ledger.revoke(message.index), Priority.CONTROL)
-        return m.Revoked(held=outcome.value)
+        return m.Revoked(held=await self._run(lambda: ledger.revoke(message.index), progress))
 
-    def _at_work(self) -> Callable[[], int]:
-        """A counter for whoever waits for the compute thread, which may have a long job: it advances until that thread's own
-        has not for `stall_s`."""
-        loop, executor, stall_s = asyncio.get_running_loop(), self.executor, self.config.timing.stall_s
-        finished, at, count = executor.finished, loop.time(), 0
+    async def _run(self, job: Callable[[], T], progress: Progress, kind: str | None = None) -> T:
+        """`job` in the compute thread, whose jobs before it may be long: the caller follows them.
 
-        def look() -> int:
-            nonlocal finished, at, count
-            if executor.finished != finished:
-                finished, at = executor.finished, loop.time()
-            count += loop.time() - at < stall_s
-            return count
-
-        return look
+        Raises:
+            Refuse: one of them hangs, so the caller need not find that out.
+        """
+        self.at_work.follow(progress, waits_s=0.0)
+        running = asyncio.ensure_future(self.executor.run(job, Priority.CONTROL, kind))
+        try:
+            while not running.done():
+                if why := self.at_work.overdue():
+                    raise Refuse("busy", why)
+                await asyncio.wait({running}, timeout=self.config.timing.heartbeat_s)
+        finally:
+            running.cancel()
+        return running.result().value
 
     def require_stage(self, stage: int) -> None:
         if stage != self.stage:

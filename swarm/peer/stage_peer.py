@@ -135,7 +135,7 @@ class StagePeer:
         membership.on_move = self._go_to
         claims = ClaimsClient(self.link, self.member, self._tasks)
         self.micro_batches = MicroBatchServer(self.link, self.member, claims, self._budget, self._device, self.meter)
-        self.micro_batches.accepting = lambda: membership.serving
+        self.micro_batches.accepting, self.micro_batches.coming = lambda: membership.serving, lambda: membership.coming
         StateDonor(self.link, self.member)
         RestorePoints(self.link, self.member, self.context.state_dir, lambda *found: self.on_checked(*found))
         self._checkpoints = Checkpoints(
@@ -166,7 +166,7 @@ class StagePeer:
                 "bytes_sent": self.context.transport.carried()[0], "average_bytes_sent": member.average_bytes_sent,
                 "shares": self.leader.shares.reason, "auxiliaries": self.leader.shares.helpers_reason,
                 "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
-                "state_digest": member.state_digest[:16], **self._device.memory_peaks(),
+                "state_digest": member.state_digest[:16], **member.at_work.told(), **self._device.memory_peaks(),
             },
             stages=member.record.members if member.record else (), stage=self.stage,
         )  # fmt: skip

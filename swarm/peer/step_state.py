@@ -49,6 +49,8 @@ class StepState:
 
     accumulator: Accumulator
     leader: m.Member | None = None
+    #: What was sealed, on its device; taken by the round of the same attempt.
+    contribution: torch.Tensor | None = None
     round: Round | None = None
     average: Average | None = None
     #: The last average that a newer attempt replaced: a record that was decided on it may yet arrive.

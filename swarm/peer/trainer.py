@@ -23,6 +23,7 @@ from swarm.peer.reports import Evaluation, FeedLike, StepReport, TicketReport
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.peer.tries import Tries
+from swarm.peer.whereabouts import AWAITED, MOST_S, TOLD_AFTER_S, whereabouts
 from swarm.peer.wiring import Wiring
 from swarm.policy.in_flight import InFlightControl
 from swarm.policy.routing import StageRouter
@@ -85,7 +86,7 @@ class Trainer:
         self._first_step: int | None = None
         #: Of the newest steps, how many in a row trained nothing.
         self._num_faulty = 0
-        self._last_commit_at = 0.0
+        self._last_commit_at = self._step_s = 0.0
         self._running: dict[Ticket, asyncio.Task[None]] = {}
         #: Leased tickets that wait until one in flight is done: as many as finish while a question for work is answered.
         self._reserve: list[Ticket] = []
@@ -282,16 +283,23 @@ class Trainer:
                 self._ask_s = _averaged(self._ask_s, loop.time() - began)
 
     async def _tell_what_is_waited_for(self) -> None:
-        """While nothing commits: what the coordinator says it waits for, each time that this becomes something else."""
+        """While nothing commits: what the coordinator says it waits for, each time that this becomes something else.
+
+        What every step waits for is told once that takes long, with who is at it.
+        """
         loop = asyncio.get_running_loop()
-        told, since = "", self._last_commit_at
+        told, since, long_s = "", self._last_commit_at, TOLD_AFTER_S
         while True:
             await asyncio.sleep(1.0)
             if self._last_commit_at != since:
-                told, since = "", self._last_commit_at
-            if loop.time() - since < WAITING_TOLD_S or self.finished:
+                told, since, long_s = "", self._last_commit_at, min(MOST_S, max(TOLD_AFTER_S, 2 * self._step_s))
+            waited_s, record = loop.time() - since, self.record
+            if waited_s < WAITING_TOLD_S or self.finished:
                 continue
             self.waiting_for = await self._hear()
+            if waited_s >= long_s and record is not None and self.waiting_for.startswith(AWAITED):
+                long_s *= 2
+                self._on_waiting(await whereabouts(self.link, record, self.waiting_for.split()[0]))
             if self.waiting_for not in ("", told) and not self.waiting_for.startswith(USUAL_WAITS):
                 told = self.waiting_for
                 self._on_waiting(told)
@@ -341,7 +349,8 @@ class Trainer:
             elif record.step >= 0:
                 now = loop.time()
                 retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
-                self._on_step(StepReport(record, now - self._last_commit_at, retries, round_trips))
+                self._step_s = now - self._last_commit_at
+                self._on_step(StepReport(record, self._step_s, retries, round_trips))
                 self._last_commit_at, self.tries.num_retries = now, 0
                 self._num_faulty = self._num_faulty + 1 if is_faulty(record) else 0
             else:

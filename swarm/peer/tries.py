@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from swarm.base.errors import RemoteError, RemoteRefused, SwarmError
@@ -69,7 +70,7 @@ class Tries:
         downstream: dict[int, str] = {}
         backoff = 0.1
         num_failed = 0
-        give_up_at = loop.time() + self._config.timing.stage_lost_s
+        give_up_at = math.inf  # counted from the first try that failed: how long a good one takes is the model's affair
         while True:
             try:
                 avoid = self.avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
@@ -102,6 +103,7 @@ class Tries:
                     f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?"
                 )
             self.num_retries += 1
+            give_up_at = min(give_up_at, loop.time() + self._config.timing.stage_lost_s)
             if loop.time() > give_up_at or self.stopping:
                 raise Refuse("no_candidate", reason)
             logger.debug("ticket %s again: %s", tuple(ticket), reason[:300])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from swarm.policy.routing import StageRouter
+from swarm.policy.routing import MAX_CANDIDATES, StageRouter
 from swarm.wire import messages as m
 
 
@@ -49,6 +49,10 @@ class Wiring:
                 return stage
             route.append(tuple(self._members[stage][key] for key in keys))
         return tuple(route)
+
+    def is_whole(self, route: m.Route, stage: int | None) -> bool:
+        """Whether `route` leaves out nobody of `stage`, or names as many as a route can. A peer said which: it may be none."""
+        return stage is not None and stage < len(route) and len(route[stage]) >= min(MAX_CANDIDATES, len(self._members[stage]))
 
     def observe(self, route: m.Route, hops: tuple[m.Hop, ...], num_samples: int) -> None:
         """Feed the hops of a finished micro-batch: queue and compute seconds of each stage."""

@@ -15,6 +15,8 @@ Key = tuple[str, str]
 
 EMA_ALPHA = 0.1
 FIRST_BAN_S = 1.0
+#: Peers of one stage that a route names.
+MAX_CANDIDATES = 4
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class StageRouter:
         measured = [p.seconds_per_sample for p in self._peers.values() if p.seconds_per_sample is not None]
         return statistics.median(measured) if measured else 0.0
 
-    def candidates(self, num_samples: int, *, now: float, first: Key | None = None, limit: int = 4) -> list[Key]:
+    def candidates(self, num_samples: int, *, now: float, first: Key | None = None, limit: int = MAX_CANDIDATES) -> list[Key]:
         """Peers to try, in order; work is reserved at the first. `first` goes in front if it may be tried.
 
         Banned peers are left out. An empty list means that nobody of the stage may be tried at `now`.
@@ -138,8 +140,8 @@ class StageRouter:
         if peer is None:
             return
         failures = peer.num_failures
-        if waited_s > 0:
-            self.observe(key, waited_s, num_samples)
+        if waited_s > 0:  # it was of no use: that never makes the peer look faster than one that answers
+            self.observe(key, max(waited_s, 2 * num_samples * self._cost(peer)), num_samples)
         if peer.banned_until > now:
             peer.num_failures = failures
             return

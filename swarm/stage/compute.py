@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from swarm.stage.graphs import CapturedStage, Lease, captured_if_it_pays
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
     Compilable,
+    Declaring,
     Outlined,
     Places,
     StageFactory,
@@ -27,6 +28,7 @@ from swarm.stage.module import (
     Tensors,
     replace_parameters,
     saved_buffers,
+    tick_with,
 )
 from swarm.stage.stash import MemoryBudget
 from swarm.stage.versions import Version
@@ -264,6 +266,10 @@ class StageCompute:
         )  # fmt: skip
         return True
 
+    def declared(self, num_samples: int, sequence_length: int) -> Mapping[str, tuple[int, ...]]:
+        """See `module.Declaring`."""
+        return self._module.largest_inputs(num_samples, sequence_length) if isinstance(self._module, Declaring) else {}
+
     def let_go(self) -> None:
         """Give up what CUDA graphs took of the budget; micro-batches under way keep theirs."""
         captured, self._captured, self._may_capture = self._captured, None, False
@@ -271,11 +277,11 @@ class StageCompute:
             captured.close()
 
     def show_progress(self, executor: Executor) -> None:
-        """Have every parametrised submodule's forward advance the executor's counter: slowness is not death."""
+        """Have the forward and the backward of every parametrised submodule advance the executor's counter."""
         inside = {id(child) for block in self._compiled for child in block.modules()}
         children = [c for c in self._module.modules() if id(c) not in inside and next(c.parameters(False), None) is not None]
         for child in [*children, *self._compiled]:
-            child.register_forward_hook(lambda *_: executor.tick())
+            tick_with(child, executor.tick)
 
     def _seed_dropout(self, name: str) -> Callable[[torch.nn.Module, object], None]:
         """A mask is a function of (run seed, ticket, layer name, call), so a recomputation draws the same one."""

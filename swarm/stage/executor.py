@@ -1,5 +1,7 @@
 """The compute thread: one per device, jobs by priority, backward before forward (1F1B). Knows no network and no protocol.
 
+It measures its jobs, so that whoever waits can tell a long one from one that hangs.
+
 `ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a modelled duration.
 """
 
@@ -12,13 +14,16 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from swarm.policy.job_times import CONTROL, JobTimes
+
 T = TypeVar("T")
+
 
 class Priority(IntEnum):
     """Lower runs first."""
@@ -38,8 +43,35 @@ class Outcome(Generic[T]):
     run_s: float
 
 
+#: What a job of each priority is, unless its owner says.
+_KINDS = {
+    Priority.CONTROL: CONTROL, Priority.BACKWARD: "backward", Priority.FORWARD: "forward", Priority.EVALUATION: "evaluation",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Running:
+    """The job under way; times as of `Executor.now`."""
+
+    kind: str
+    began: float
+    #: When it last showed that it advances.
+    ticked: float
+
+
 class Executor(abc.ABC):
     """Runs jobs one at a time in the order of (priority, arrival)."""
+
+    def __init__(self) -> None:
+        #: What jobs took here, by kind.
+        self.times = JobTimes()
+        #: None while there is nothing to do.
+        self.running: Running | None = None
+
+    @staticmethod
+    @abc.abstractmethod
+    def now() -> float:
+        """The clock of `running`, in seconds."""
 
     @property
     @abc.abstractmethod
@@ -51,8 +83,12 @@ class Executor(abc.ABC):
         """Called from inside a long job (once per layer) to show that it advances."""
 
     @abc.abstractmethod
-    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
-        """Run `job`; its exception is raised here. Cancelling drops it if it has not begun."""
+    async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
+        """Run `job`; its exception is raised here. Cancelling drops it if it has not begun.
+
+        Args:
+            kind: of `job_times.KINDS`, if the priority does not tell.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -76,6 +112,16 @@ class Threads:
         self.storage.close()
 
 
+@dataclass(order=True, slots=True)
+class _Queued:
+    priority: int
+    number: int
+    job: Callable[[], Any] = field(compare=False)
+    future: asyncio.Future[Any] = field(compare=False)
+    queued_at: float = field(compare=False)
+    kind: str = field(compare=False)
+
+
 class ThreadExecutor(Executor):
     """One daemon thread. `run` must be called from the event loop the executor was made on.
 
@@ -93,10 +139,11 @@ class ThreadExecutor(Executor):
         self, name: str = "compute", *, prepare: Callable[[], None] | None = None,
         after_job: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self._num_threads = torch.get_num_threads()
         self._prepare = prepare
         self._after_job = after_job
-        self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
+        self._heap: list[_Queued] = []
         self._order = itertools.count()
         self._wake = threading.Condition()
         self._closed = False
@@ -105,62 +152,70 @@ class ThreadExecutor(Executor):
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    @staticmethod
+    def now() -> float:
+        return time.monotonic()
+
     @property
     def finished(self) -> int:
         return self._finished
 
     def tick(self) -> None:
         self._finished += 1
+        if (running := self.running) is not None:
+            running.ticked = self.now()
 
-    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+    async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
         future: asyncio.Future[Outcome[T]] = self._loop.create_future()
         with self._wake:
             if self._closed:
                 raise asyncio.CancelledError("the executor is closed")
-            heapq.heappush(self._heap, (int(priority), next(self._order), job, future, time.monotonic()))
+            queued = _Queued(int(priority), next(self._order), job, future, self.now(), kind or _KINDS[priority])
+            heapq.heappush(self._heap, queued)
             self._wake.notify()
         return await future
 
-    def _next(self) -> tuple[Callable[[], Any], asyncio.Future[Any], float] | None:
+    def _next(self) -> _Queued | None:
         """Wait for the next job; None once the executor is closed."""
         with self._wake:
             while not self._heap and not self._closed:
                 self._wake.wait()
-            if self._closed:
-                return None
-            _, _, job, future, queued_at = heapq.heappop(self._heap)
-            return job, future, queued_at
+            return None if self._closed else heapq.heappop(self._heap)
 
     def _work(self) -> None:
         torch.set_num_threads(self._num_threads)
         trouble = unprepared = _raised_by(self._prepare)
         while (taken := self._next()) is not None:
-            job, future, queued_at = taken
-            if not future.cancelled():
-                began = time.monotonic()
+            if not taken.future.cancelled():
+                began = self.now()
+                self.running = Running(taken.kind, began, began)
                 try:
                     if trouble is not None:
                         raise trouble
-                    value, error = job(), None
+                    value, error = taken.job(), None
                 except BaseException as raised:  # handed to the waiter, whatever it is
                     value, error = None, raised
                 self._finished += 1
-                ended = time.monotonic()
+                ended = self.now()
+                outcome = Outcome(value, began - taken.queued_at, ended - began)
                 try:
-                    self._loop.call_soon_threadsafe(_settle, future, Outcome(value, began - queued_at, ended - began), error)
+                    self._loop.call_soon_threadsafe(_settle, taken.future, outcome, error)
                 except RuntimeError:  # the loop is closed: nobody waits any more
                     return
-                del value, error
                 trouble = unprepared or _raised_by(self._after_job)
-            del taken, job, future  # what they hold is let go before the next is waited for
+                if error is None:
+                    self.times.note(taken.kind, self.now() - began)
+                self.running = None
+                del value, error, outcome
+            del taken  # what it holds is let go before the next is waited for
 
     def close(self) -> None:
         with self._wake:
             self._closed = True
             dropped, self._heap = self._heap, []
             self._wake.notify()
-        for _, _, _, future, _ in dropped:
-            future.cancel()
+        for queued in dropped:
+            queued.future.cancel()
 
 
 def _raised_by(call: Callable[[], None] | None) -> BaseException | None:
@@ -187,8 +242,9 @@ class InlineExecutor(Executor):
     """Runs jobs on the event loop, one at a time, each taking `duration(priority)` seconds of the loop's time."""
 
     def __init__(self, duration: Callable[[Priority], float]) -> None:
+        super().__init__()
         self._duration = duration
-        self._heap: list[tuple[int, int, Callable[[], Any], asyncio.Future[Any], float]] = []
+        self._heap: list[_Queued] = []
         self._order = itertools.count()
         self._finished = 0
         self._worker: asyncio.Task[None] | None = None
@@ -203,41 +259,49 @@ class InlineExecutor(Executor):
     def tick(self) -> None:
         """A job is one jump in virtual time: nothing to show inside it."""
 
-    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
         if self._closed:
             raise asyncio.CancelledError("the executor is closed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome[T]] = loop.create_future()
-        heapq.heappush(self._heap, (int(priority), next(self._order), job, future, loop.time()))
+        queued = _Queued(int(priority), next(self._order), job, future, self.now(), kind or _KINDS[priority])
+        heapq.heappush(self._heap, queued)
         if self._worker is None or self._worker.done():
             self._worker = loop.create_task(self._work())
         return await future
 
     async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._heap:
-            priority, _, job, future, queued_at = heapq.heappop(self._heap)
-            if future.cancelled():
+            taken = heapq.heappop(self._heap)
+            if taken.future.cancelled():
                 continue
-            began = loop.time()
+            began = self.now()
+            self.running = Running(taken.kind, began, began)
             try:
-                await asyncio.sleep(self._duration(Priority(priority)))
+                await asyncio.sleep(self._duration(Priority(taken.priority)))
                 while self.hung:  # noqa: ASYNC110 (a device that hangs sets no event when it goes on)
                     await asyncio.sleep(0.1)
             except asyncio.CancelledError:
-                future.cancel()
+                taken.future.cancel()
                 raise
             try:
-                value, error = job(), None
+                value, error = taken.job(), None
             except Exception as raised:  # handed to the waiter
                 value, error = None, raised
             self._finished += 1
-            _settle(future, Outcome(value, began - queued_at, loop.time() - began), error)
+            self.running = None
+            if error is None:
+                self.times.note(taken.kind, self.now() - began)
+            _settle(taken.future, Outcome(value, began - taken.queued_at, self.now() - began), error)
 
     def close(self) -> None:
         self._closed = True
         if self._worker is not None:
             self._worker.cancel()
-        for _, _, _, future, _ in self._heap:
-            future.cancel()
+        for queued in self._heap:
+            queued.future.cancel()
         self._heap.clear()

@@ -83,6 +83,18 @@ class Compilable(Protocol):
 
 
 @runtime_checkable
+class Declaring(Protocol):
+    """What a stage module offers in addition if some of its inputs do not have the samples as their first dimension.
+
+    A peer refuses what is larger than in any micro-batch of the run; it knows such inputs from here only.
+    """
+
+    def largest_inputs(self, num_samples: int, sequence_length: int) -> Mapping[str, tuple[int, ...]]:
+        """Their shapes in the largest micro-batch, by name."""
+        ...
+
+
+@runtime_checkable
 class Outlined(StageFactory, Protocol):
     """A factory that tells what a stage is made of without allocating it."""
 
@@ -108,6 +120,38 @@ class StreamingFactory(Outlined, Protocol):
             ConfigError: one line: a file is missing or damaged, or the values are not those of the run.
         """
         ...
+
+
+def is_too_large(
+    name: str, shape: Sequence[int], declared: Mapping[str, tuple[int, ...]], *, is_floating: bool, num_samples: int,
+    sequence_length: int,
+) -> bool:  # fmt: skip
+    """Whether no micro-batch has an input or label of this shape.
+
+    Args:
+        name, shape, is_floating: of the tensor.
+        declared: by `Declaring`; of other tensors the first dimension is the samples, and the second one the positions of a
+            sequence, unless it is that of a sample's features (floating tensors of two dimensions).
+        num_samples, sequence_length: of the largest micro-batch.
+    """
+    largest = declared.get(name)
+    if largest is not None:
+        return len(shape) != len(largest) or any(size > most for size, most in zip(shape, largest, strict=True))
+    has_sequence = len(shape) >= (3 if is_floating else 2)
+    return (len(shape) > 0 and shape[0] > num_samples) or (has_sequence and shape[1] > sequence_length)
+
+
+def tick_with(module: torch.nn.Module, tick: Callable[[], None]) -> None:
+    """Have `tick` called after each forward of `module`, and before each of its backwards."""
+
+    def passed(_: torch.nn.Module, args: object, output: object) -> None:
+        tick()
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else (output,)
+        made = next((t for t in values if isinstance(t, torch.Tensor) and t.grad_fn is not None), None)
+        if made is not None:  # a hook of the tensor's, not of the module's, which would not let it be changed in place
+            made.register_hook(lambda _: tick())
+
+    module.register_forward_hook(passed)
 
 
 def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:

@@ -377,7 +377,7 @@ class Status(Message):
 
 
 class StatusReply(Message):
-    """What an operator wants to see; `detail` is flat and for display only."""
+    """What an operator wants to see; `detail` is flat and for display, and other peers read in it what jobs take."""
 
     kind: Literal["status_reply"] = "status_reply"
     role: Literal["stage", "trainer", "backbone"]

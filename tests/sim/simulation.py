@@ -123,12 +123,12 @@ class _Executor(InlineExecutor):
         super().__init__(duration)
         self._invariants = simulation.invariants
 
-    async def run(self, job: Callable[[], T], priority: Priority) -> Outcome[T]:
+    async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
         def noted() -> T:
             self._invariants.ledgers_changed = True
             return job()
 
-        return await super().run(noted, priority)
+        return await super().run(noted, priority, kind)
 
 
 class _Accumulator(Accumulator):
@@ -164,6 +164,8 @@ class Simulation:
         self.nodes: dict[str, Node] = {}
         self._state_dir = state_dir
         self._forward_s = forward_s
+        #: Seconds of a seal and of an optimizer step.
+        self.control_s = 0.0005
         self._next_port = 1000
         self._identities: dict[str, Identity] = {}
         self._addresses: dict[str, Address] = {}
@@ -223,7 +225,7 @@ class Simulation:
 
     def _duration(self, name: str) -> Callable[[Priority], float]:
         def duration(priority: Priority) -> float:
-            base = {Priority.CONTROL: 0.0005, Priority.BACKWARD: 2 * self._forward_s}.get(priority, self._forward_s)
+            base = {Priority.CONTROL: self.control_s, Priority.BACKWARD: 2 * self._forward_s}.get(priority, self._forward_s)
             node = self.nodes.get(name)
             return base * self.rng.uniform(0.8, 1.2) * (node.slowness if node is not None else 1.0)
 

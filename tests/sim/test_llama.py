@@ -105,6 +105,32 @@ def test_same_as_one_process_for_a_llama_on_real_text(precision, tolerance):
         assert float((theirs - mine).norm() / mine.norm()) < tolerance
 
 
+def test_more_experts_than_samples_in_a_micro_batch_are_trained():
+    """What the routers count has a row for each expert: 8 of them, 2 samples, over 3 stages."""
+    torch.set_num_threads(1)
+    experts = {
+        "model_type": "mixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_local_experts": 8, "output_router_logits": True,
+    }  # fmt: skip
+    config = llama_config(
+        model="causal-lm", model_options=experts, micro_batch_size=2, target_batch_size=4, total_steps=2
+    )
+    feed = open_feed(config, None, None, None)
+    losses, _ = plain_loop((config, 0, config.total_steps))
+
+    async def main():
+        simulation = Simulation(config, seed=1, factory=factory_of(config), feed=feed)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await simulation.finish()
+        found = simulation.records(), [report.retries for report in simulation.nodes["trainer0"].reports]
+        await simulation.close()
+        return found
+
+    swarm_losses, retries = run_virtual(main())
+    assert swarm_losses == pytest.approx(losses, rel=1e-5)
+    assert retries == [0, 0]
+
+
 def test_an_exported_run_loads_with_transformers_and_evaluates_alike(tmp_path):
     """Its loss on the held-out text equals the swarm's own evaluation (raw wire) to 1e-4."""
     transformers = pytest.importorskip("transformers")

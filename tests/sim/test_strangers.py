@@ -14,6 +14,7 @@ from swarm.base.ids import Address, Ballot, Ticket
 from swarm.base.virtual_time import run_virtual
 from swarm.net.memory import MemoryTransport
 from swarm.peer.link import Refuse
+from swarm.peer.tries import TicketFailed
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 
@@ -150,6 +151,52 @@ def test_a_candidate_that_finds_no_sense_in_requests_is_passed_by(code):
         await simulation.finish()
         check(simulation)
         assert max(report.seconds for report in simulation.nodes["trainer0"].reports) < 5.0
+        await simulation.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_ticket_that_all_peers_of_a_stage_find_malformed_ends_the_run_with_their_words(stage):
+    """No retry can mend it: promise 4."""
+
+    async def refuse(message, frame, progress):
+        raise Refuse("bad_request", "x of shape (9,) is larger than a micro-batch of this run")
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=6), seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 1)
+        for number in range(2):
+            simulation.nodes[f"stage{stage}.{number}"].peer.link._handlers[m.Train] = refuse
+        with pytest.raises(TicketFailed) as failed:
+            async with asyncio.timeout(30):
+                await simulation.nodes["trainer0"].running
+        assert f"fails on every peer of stage {stage}: " in str(failed.value)
+        assert "bad_request: x of shape (9,) is larger than a micro-batch of this run" in str(failed.value)
+        await simulation.abandon()
+
+    run_virtual(main())
+
+
+def test_one_that_refuses_while_the_others_may_not_be_tried_ends_nothing():
+    """The only other peer of its stage was silent, and is left alone for a while."""
+
+    async def refuse(message, frame, progress):
+        raise Refuse("bad_request", "not here")
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=6), seed=3)
+        await simulation.start(peers_per_stage=2, trainers=1)
+        await committed(simulation, 1)
+        odd, other = (simulation.nodes[f"stage1.{number}"].peer for number in range(2))
+        odd.link._handlers[m.Train] = refuse
+        router = simulation.nodes["trainer0"].peer._passes.wiring._routers[1]
+        for peer in router._peers.values():
+            if peer.key == other.member.me.key:
+                peer.banned_until = asyncio.get_running_loop().time() + 20.0
+        await simulation.finish()
+        check(simulation)
         await simulation.close()
 
     run_virtual(main())

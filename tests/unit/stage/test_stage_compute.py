@@ -396,10 +396,14 @@ def test_every_layer_shows_progress() -> None:
         ticks = 0
         finished = 0
 
+        @staticmethod
+        def now() -> float:
+            raise NotImplementedError
+
         def tick(self) -> None:
             self.ticks += 1
 
-        async def run(self, job, priority):
+        async def run(self, job, priority, kind=None):
             raise NotImplementedError
 
         def close(self) -> None:
@@ -408,8 +412,13 @@ def test_every_layer_shows_progress() -> None:
     compute, version = made(0)
     executor = Counting()
     compute.show_progress(executor)
-    compute.forward(version, TICKET, inputs_of(0), None, keep_graph=True)
+    activation = compute.forward(version, TICKET, inputs_of(0), None, keep_graph=True)
     assert executor.ticks == 2, "the embedding and the linear layer"
+    gradients = {n: torch.ones_like(t) for n, t in (activation.outputs or {}).items() if t.requires_grad}
+    compute.backward(activation, gradients)
+    assert executor.ticks == 4, "and as many on the way back"
+    compute.forward(version, TICKET, inputs_of(0), None, keep_graph=False)
+    assert executor.ticks == 6
 
 
 def test_the_initial_values_are_those_of_the_factory() -> None:

@@ -338,6 +338,54 @@ def test_a_hung_inline_device_ends_no_job_while_the_loop_is_lively() -> None:
     in_virtual_time(main)
 
 
+def test_what_jobs_take_is_known_by_kind_and_the_running_one_is_seen() -> None:
+    async def main(executor: InlineExecutor) -> None:
+        assert executor.running is None
+        task = asyncio.create_task(executor.run(lambda: None, BACKWARD, "recomputation"))
+        await asyncio.sleep(0.4)
+        assert executor.running is not None
+        assert (executor.running.kind, executor.now() - executor.running.began) == ("recomputation", pytest.approx(0.4))
+        await task
+        assert executor.running is None
+        await executor.run(lambda: None, FORWARD)
+        with pytest.raises(Fault):
+            await executor.run(fail, BACKWARD)
+        told = {kind: pytest.approx(1.0) for kind in ("recomputation_s", "forward_s")}
+        assert executor.times.told() == told, "one that failed tells nothing"
+
+    def fail() -> None:
+        raise Fault("early")
+
+    in_virtual_time(main)
+
+
+def test_a_thread_knows_what_its_jobs_take_and_when_the_running_one_advanced() -> None:
+    async def main() -> None:
+        began, gate, seen = threading.Event(), threading.Event(), []
+        executor = ThreadExecutor()
+
+        def job() -> None:
+            began.set()
+            assert gate.wait(WITHIN_S)
+            executor.tick()
+            seen.append(executor.running)
+
+        async with asyncio.timeout(WITHIN_S):
+            task = asyncio.ensure_future(executor.run(job, BACKWARD))
+            await asyncio.to_thread(began.wait)
+            assert executor.running is not None
+            assert executor.running.kind == "backward"
+            gate.set()
+            await task
+            assert seen[0].ticked > seen[0].began
+            await executor.run(lambda: None, FORWARD)
+        executor.close()
+        join(executor)
+        assert set(executor.times.told()) == {"backward_s", "forward_s"}
+
+    asyncio.run(main())
+
+
 def test_closing_an_inline_executor_drops_what_is_queued() -> None:
     async def main(executor: InlineExecutor) -> None:
         ran: list[str] = []

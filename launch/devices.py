@@ -23,7 +23,7 @@ _BENCHMARK_S = 0.05
 
 def before_importing_torch() -> None:
     """Settle what torch and bitsandbytes do as they are imported. Variables that are set already stay as they are."""
-    # bitsandbytes decorates with torch.compile, which creates this directory if it is not there; nothing is put into it.
+    # bitsandbytes, for adapters, decorates with torch.compile, which creates this directory; nothing is put into it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
     # `torch.cuda.is_available()` asks the management library instead of starting the driver, which no fork survives.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

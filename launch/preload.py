@@ -70,13 +70,9 @@ def everything(config_json: str) -> int:
     torch.set_num_threads(1)
     config, num_devices = parse_config_bytes(config_json.encode()), torch.cuda.device_count()
     # The import of bitsandbytes, a second long, asks a CUDA device for its capability, which would initialise it; peft,
-    # which the model of a run with adapters needs, imports it too.
+    # which the model of a run with adapters needs, imports it.
     if num_devices == 0 or config.lora is None:
         _import_model(config)
-    if num_devices == 0:
-        from swarm.wire.compression import encode_tensor
-
-        encode_tensor("first", torch.zeros(1), "8bit", "input")
     if torch.cuda.is_initialized():
         raise RuntimeError("an import initialised CUDA: forked children could not use it")
     if threading.active_count() > 1:

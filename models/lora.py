@@ -18,12 +18,11 @@ import torch
 from models.cost import ModelCost, cost_of
 from models.initial import uniform
 from models.pretrained import PretrainedFactory
-from models.quantized import Bits, QuantizedLinear
+from models.quantized import Bits, QuantizedLinear, bitsandbytes_functional
 from models.shards import Source
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.stage.tensor_file import save_file
-from swarm.wire.compression import bitsandbytes_functional
 
 ADAPTER = "default"
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
@@ -187,9 +186,9 @@ def _linear_layers(module: torch.nn.Module) -> list[str]:
 
 
 def _import_peft() -> Any:
-    bitsandbytes_functional()  # peft imports bitsandbytes too, and not in silence
     try:
+        bitsandbytes_functional()  # peft imports bitsandbytes too, and not in silence
         import peft
-    except ImportError:
-        raise ConfigError("LoRA needs peft: pip install 'swarm-train[lora]'") from None
+    except ImportError as error:
+        raise ConfigError(f"LoRA needs peft and bitsandbytes: pip install 'swarm-train[lora]' ({error})") from None
     return peft

@@ -7,13 +7,16 @@ CUDA device; 8 bits (blockwise dynamic) do without.
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
+import sys
+from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from swarm.base.errors import ConfigError
-from swarm.wire.compression import bitsandbytes_functional
 
 Bits = Literal[4, 8]
 #: Elements that share a scale.
@@ -92,3 +95,30 @@ def _nf4(device: torch.device) -> torch.Tensor:
 
 def _frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+@cache
+def bitsandbytes_functional() -> Any:
+    """`bitsandbytes.functional`, imported at first use and in silence.
+
+    On some processors its import looks for a package named `kernels`, which fetches code from a hub when it is
+    installed, and warns when it is not. Neither is wanted. It also wraps fallback kernels, which nothing here calls, in
+    `torch.compile`, whose machinery takes 0.9 s of CPU to load; it does without where that fails.
+    """
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, hide = log.level, "kernels" not in sys.modules
+    log.setLevel(logging.ERROR)
+    compile_, torch.compile = torch.compile, _refuse_to_compile
+    if hide:
+        sys.modules["kernels"] = None  # type: ignore[assignment]  # makes `import kernels` an ImportError
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    finally:
+        log.setLevel(level)
+        torch.compile = compile_
+        if hide:
+            del sys.modules["kernels"]
+
+
+def _refuse_to_compile(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("not compiled: only the fallback kernels of bitsandbytes would be")

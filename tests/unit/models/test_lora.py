@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +290,13 @@ def test_on_a_gpu_a_quantised_base_computes_nearly_the_same(bits: int, similarit
     assert coded_loss == pytest.approx(loss, rel=0.1)
     assert coded_loss != loss
     assert torch.nn.functional.cosine_similarity(plain, coded, dim=0) > similarity
+
+
+def test_importing_bitsandbytes_prints_nothing_and_fetches_nothing() -> None:
+    code = (
+        "import sys; from models.quantized import bitsandbytes_functional;"
+        "bitsandbytes_functional(); assert 'kernels' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert logging.getLogger("bitsandbytes.backends.cpu.ops").level == logging.NOTSET

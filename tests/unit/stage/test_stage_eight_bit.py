@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.quantized import bitsandbytes_functional
 from swarm.stage import eight_bit
 from swarm.stage.eight_bit import BLOCK, decode, encode, values_of
-from swarm.wire.compression import bitsandbytes_functional
 
 torch.set_num_threads(1)
 

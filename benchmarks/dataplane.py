@@ -33,8 +33,7 @@ from dataplane_peers import CLIENTS, Deadline
 from process_cpu import busy_machine_s, cpu_of_tree
 from report import machine, publish
 
-from swarm.wire.compression import bitsandbytes_functional
-from swarm.wire.messages import BLOCK_SIZE
+from swarm.wire.compression import CODECS, code_tensor, decode_coded
 
 MIB = 2**20
 SIZES = (1 * MIB, 8 * MIB, 32 * MIB)
@@ -84,9 +83,7 @@ def measure(system: str, port: int, kind: str, size: int, in_flight: int, second
 def quantiser(size: int, seconds: float) -> dict[str, float]:
     """MB/s of fp32 that one thread quantises, and restores."""
     tensor = torch.randn(size // 4)
-    blockwise = bitsandbytes_functional()
-    codes, state = blockwise.quantize_blockwise(tensor, blocksize=BLOCK_SIZE)
-    absmax = state.absmax
+    spec, coded, _ = code_tensor("x", tensor, CODECS["8bit"], "input")
 
     def rate(job: Callable[[], Any]) -> float:
         job()
@@ -97,8 +94,8 @@ def quantiser(size: int, seconds: float) -> dict[str, float]:
         return size * count / (time.perf_counter() - began) / 1e6
 
     return {
-        "quantise": rate(lambda: blockwise.quantize_blockwise(tensor, blocksize=BLOCK_SIZE)),
-        "restore": rate(lambda: blockwise.dequantize_blockwise(codes, absmax=absmax, blocksize=BLOCK_SIZE)),
+        "quantise": rate(lambda: code_tensor("x", tensor, CODECS["8bit"], "input")),
+        "restore": rate(lambda: decode_coded(spec, coded)),
     }
 
 

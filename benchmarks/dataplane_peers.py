@@ -26,6 +26,7 @@ from swarm.net.http_server import READ_BYTES
 from swarm.net.transport import Progress
 from swarm.stage.device import HostDevice
 from swarm.stage.executor import Priority, ThreadExecutor
+from swarm.wire.compression import CODECS
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Ack, StateChunk, TensorSpec
 
@@ -192,7 +193,7 @@ def call_swarm_8bit(port: int, kind: str, size: int, in_flight: int, phases: Pha
         tensor, address = torch.randn(size // 4), Address("127.0.0.1", port)
 
         async def call() -> None:
-            sent = await executor.run(lambda: device.send({kind: tensor}, "8bit", "input"), Priority.FORWARD)
+            sent = await executor.run(lambda: device.send({kind: tensor}, CODECS["8bit"], "input"), Priority.FORWARD)
             ((spec, buffer),) = sent.value.payload
             reply = await transport.call(address, Frame(StateChunk(tensors=(spec,)), (buffer,)), stall_s=STALL_S)
             if kind == "echo":

@@ -15,7 +15,7 @@ from report import machine, publish
 
 from swarm.stage.accumulator import LARGEST
 from swarm.stage.kernels import MAX_TOGETHER, Summand, add_together, survey
-from swarm.wire.compression import code_tensor, decode_coded
+from swarm.wire.compression import CODECS, code_tensor, decode_coded
 
 REPETITIONS = 20
 
@@ -46,7 +46,7 @@ def main() -> None:
     gradients: Any = summands[0].gradients
     halves = drawn()
     boundary = torch.randn(2048, 4096, device=device, dtype=torch.bfloat16)
-    spec, coded, _ = code_tensor("x", boundary, "8bit", "input")
+    spec, coded, _ = code_tensor("x", boundary, CODECS["8bit"], "input")
     pinned = torch.empty(coded.numel(), dtype=torch.uint8, pin_memory=True)
     rows = [
         timed("bf16 += bf16, as a plain loop sums", lambda: [a.add_(b) for a, b in zip(halves, gradients, strict=True)]),
@@ -55,7 +55,7 @@ def main() -> None:
           for n in range(1, MAX_TOGETHER + 1)),
         timed("is every gradient within bounds", lambda: survey(gradients, LARGEST, device)),
         timed("the same, and their norm", lambda: survey(gradients, LARGEST, device).norm()),
-        timed("quantise a boundary tensor", lambda: code_tensor("x", boundary, "8bit", "input")),
+        timed("quantise a boundary tensor", lambda: code_tensor("x", boundary, CODECS["8bit"], "input")),
         timed("dequantise it", lambda: decode_coded(spec, coded)),
         timed("copy it to pinned memory", lambda: pinned.copy_(coded, non_blocking=True)),
         timed("copy it from pinned memory", lambda: coded.copy_(pinned, non_blocking=True)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
 #: Between kinds: a number near the middle of two codes is coded as either, and so differs by the code's step at most.
 #: These are the relative errors of one rounding.
-_WIRES = {"none": 0.0, "fp16": 2e-4, "bf16": 2e-3, "8bit": 1.3e-2}
+_WIRES = {"none": 0.0, "fp16": 2e-4, "bf16": 2e-3, "8bit": 6.4e-3}
 _TF32 = "-tf32"
 _UNTOLD = "a kind that is not told"
 

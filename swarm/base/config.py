@@ -132,7 +132,7 @@ class RunConfig(BaseModel):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
     average_compression: Literal["none", "fp16", "bf16", "8bit", "int8", "uniform8", "powersgd", "cocktail"] = Field(
-        "none", description="averages on the wire; 8bit keeps more of small values, int8 is faster, uniform8 keeps sums; "
+        "none", description="averages on the wire; 8bit has a step for each 64 values, int8 for each 4,096, uniform8 keeps sums; "
         "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits"
     )
     powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")

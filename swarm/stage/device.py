@@ -20,7 +20,7 @@ from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
 from swarm.stage.executor import ThreadExecutor
 from swarm.stage.module import Tensors
 from swarm.stage.norms import norm_of
-from swarm.wire.compression import NonFinite, all_finite, decode_tensor, encode_tensor
+from swarm.wire.compression import CODECS, NonFinite, all_finite, decode_tensor, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
 
@@ -123,8 +123,8 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
-        """Encode and begin to copy out. Lossy codecs turn NaN into a number, so what is not finite travels raw; a finite
-        value that the codec cannot hold is as good as infinite, see `unfit`."""
+        """Encode and begin to copy out. Lossy codecs refuse what is not finite, so that travels raw; a finite value that the
+        codec cannot hold is as good as infinite, see `unfit`."""
 
     @abc.abstractmethod
     def add(
@@ -159,11 +159,15 @@ def tamed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.masked_fill(~(tensor.isfinite() & (tensor.double().abs() <= LARGEST)), float("nan"))
 
 
+#: Codec -> what `RunConfig.compression` calls it.
+_OPTIONS = {codec: option for option, codec in CODECS.items()}
+
+
 def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
     """What travels of a tensor with finite values that `codec` cannot hold: NaN, which makes an overflow of its ticket."""
     logger.warning(
         "%s has values up to %.3g, which the wire (--compression %s) does not carry: their ticket counts as an overflow",
-        name, float(tensor.detach().abs().max()), codec,
+        name, float(tensor.detach().abs().max()), _OPTIONS.get(codec, codec),
     )  # fmt: skip
     return encode_tensor(name, torch.full_like(tensor, float("nan")), "raw", role)
 

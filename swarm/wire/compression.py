@@ -2,42 +2,38 @@
 
 * `raw`: the elements as they lie in memory (little-endian), 1 to 8 bytes each; integers and bools are always raw.
 * `fp16`, `bf16`: two bytes an element.
-* `8bit`: blockwise dynamic 8-bit code of bitsandbytes (Dettmers et al. 2022, section 2): one code for each element,
-  then one fp32 scale for each `BLOCK_SIZE` elements.
+* `rotated8`, `scaled8`: 8-bit integers in units of a step of their own for each 64 elements, of these or of their rotation,
+  see `scaled.py`. What `8bit` means: rotated for activations and their gradients, as they are for averages.
 * `int8`, `scaled16`: 8-bit integers, or fp16 numbers of at most 1, in units of one fp32 step for each `BLOCK_SIZE`
-  elements: `value = code * step`. For sums of gradients: fp16 alone would overflow at 65504 and lose what is below 6e-8,
-  and equal steps take an eighth of the time of the 8-bit code above.
+  elements: `value = code * step`. For sums of gradients: fp16 alone would overflow at 65504 and lose what is below 6e-8.
 * `uniform8`: 8-bit codes of equal steps with a codebook, see `uniform.py`.
 * `sparse4`: the largest elements in 4 bits each, see `sparse.py`; the others become 0.
 
-A decoded tensor has the dtype that its spec names. A lossy codec refuses a value that it would turn into an infinity,
-but the 8-bit code turns NaN into a number: callers check `require_finite` *before* encoding.
+A decoded tensor has the dtype that its spec names. A lossy codec refuses NaN, infinities, and a value that it would turn
+into one.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
-import sys
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from swarm.base.errors import RemoteError, RemoteProtocolError
-from swarm.wire import sparse, uniform
+from swarm.wire import scaled, sparse, uniform
 from swarm.wire.framing import Buffer
 from swarm.wire.messages import BLOCK_SIZE, Codec, TensorSpec
+from swarm.wire.scaled import rows_of, split
 
 Role = Literal["input", "label", "grad", "state"]
 
 #: `RunConfig.compression` -> codec of activations and their gradients.
-CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "8bit"}
+CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "rotated8"}
 #: `RunConfig.average_compression` -> codec of the slices of averages.
 AVERAGE_CODECS: dict[str, Codec] = {
-    "none": "raw", "fp16": "scaled16", "bf16": "bf16", "8bit": "8bit", "int8": "int8", "uniform8": "uniform8",
+    "none": "raw", "fp16": "scaled16", "bf16": "bf16", "8bit": "scaled8", "int8": "int8", "uniform8": "uniform8",
 }  # fmt: skip
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -46,9 +42,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: The 8-bit code of 0.0.
-_ZERO_CODE = 127
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_SCALED = ("rotated8", "scaled8")
 #: Codecs that count in steps: the type of a code, and the largest code.
 _STEPS = {"int8": (torch.int8, 127.0), "scaled16": (torch.float16, 1.0)}
 _STORED = {**_HALVES, **{codec: dtype for codec, (dtype, _) in _STEPS.items()}}
@@ -132,14 +127,14 @@ def code_tensor(
     spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role)
     flat = tensor.detach().reshape(-1)
     coded, watched = flat, None
-    if codec == "8bit" and flat.numel():
-        coded, watched = _quantize(flat)
+    if codec in _SCALED and flat.numel():
+        coded, watched = scaled.encode(flat, rotate=codec == "rotated8")
     elif codec in _STEPS and flat.numel():
         coded, watched = _in_steps(flat, codec)
     elif codec == "uniform8" and flat.numel():
         require_finite(flat, f"{name} in uniform8")
         coded = torch.from_numpy(uniform.encode(flat.double().cpu().numpy()))
-    elif codec not in ("raw", "8bit", "uniform8", *_STEPS):
+    elif codec not in ("raw", "uniform8", *_SCALED, *_STEPS):
         coded = watched = flat.to(_HALVES.get(codec, flat.dtype))
     return spec, coded.contiguous().view(torch.uint8), watched
 
@@ -171,7 +166,7 @@ def decode_tensor(
         flat = sparse.decode(payload, spec.num_elements, spec.num_kept or 0)
         decoded = flat.to(_DTYPES[spec.dtype]).reshape(spec.shape).to(device)
         return decoded if out is None else out.copy_(decoded)
-    stored = 1 if spec.codec in ("8bit", "uniform8") else _STORED.get(spec.codec, _DTYPES[spec.dtype]).itemsize
+    stored = 1 if spec.codec in ("uniform8", *_SCALED) else _STORED.get(spec.codec, _DTYPES[spec.dtype]).itemsize
     return decode_coded(spec, _as_tensor(payload, alignment=stored).to(device), out=out)
 
 
@@ -180,8 +175,8 @@ def decode_coded(spec: TensorSpec, coded: torch.Tensor, *, out: torch.Tensor | N
     dtype = _DTYPES[spec.dtype]
     if spec.codec == "sparse4":
         raise RemoteProtocolError(f"tensor {spec.name}: the sparse code is for averages")
-    if spec.codec == "8bit":
-        flat = _dequantize(coded, spec.num_elements).to(dtype)
+    if spec.codec in _SCALED:
+        flat = scaled.decode(coded, spec.num_elements, dtype, rotated=spec.codec == "rotated8", out=out)
     elif spec.codec == "uniform8":
         flat = torch.from_numpy(uniform.decode(coded.cpu().numpy())).to(dtype)
     elif spec.codec in _STEPS:
@@ -203,13 +198,6 @@ def _as_tensor(payload: np.ndarray, *, alignment: int) -> torch.Tensor:
     return torch.from_numpy(payload)
 
 
-def _blocks(flat: torch.Tensor) -> list[torch.Tensor]:
-    """`flat` [n] as [num_blocks, BLOCK_SIZE] and, if it is left over, one shorter block [1, rest]."""
-    whole = flat.numel() // BLOCK_SIZE * BLOCK_SIZE
-    parts = [flat[:whole].view(-1, BLOCK_SIZE), flat[whole:].view(1, -1)]
-    return [part for part in parts if part.numel()]
-
-
 def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, then steps, as uint8; and the steps."""
     dtype, largest = _STEPS[codec]
@@ -217,7 +205,9 @@ def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tenso
     end = flat.numel() * dtype.itemsize
     coded = torch.empty(end + 4 * -(-flat.numel() // BLOCK_SIZE), dtype=torch.uint8, device=flat.device)
     steps = []
-    for values, out in zip(_blocks(flat), _blocks(coded[:end].view(dtype)), strict=True):
+    for values, out in zip(
+        rows_of(flat, BLOCK_SIZE), rows_of(coded[:end].view(dtype), BLOCK_SIZE), strict=True
+    ):
         top = torch.maximum(values.amax(dim=1), -values.amin(dim=1))  # half the time of abs().amax()
         is_zero = top < _NOTHING  # false for NaN, which the steps show
         steps.append(torch.where(is_zero, 0.0, top / largest))
@@ -236,56 +226,6 @@ def _from_steps(coded: torch.Tensor, spec: TensorSpec, out: torch.Tensor | None)
     if out is not None and out.dtype == torch.float32 and out.is_contiguous():
         flat = out.view(-1)
     flat.copy_(coded[:end].view(dtype))
-    for values, step in zip(_blocks(flat), _blocks_of_steps(steps, spec.num_elements), strict=True):
+    for values, step in zip(rows_of(flat, BLOCK_SIZE), split(steps, flat, BLOCK_SIZE), strict=True):
         values.mul_(step.unsqueeze(1))
     return flat.to(_DTYPES[spec.dtype])
-
-
-def _blocks_of_steps(steps: torch.Tensor, num_elements: int) -> list[torch.Tensor]:
-    """The steps of the parts that `_blocks` makes."""
-    whole = num_elements // BLOCK_SIZE
-    return [part for part in (steps[:whole], steps[whole:]) if part.numel()]
-
-
-def _quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, then scales, as uint8 [n + 4 * num_blocks]; and the scales."""
-    # fp64 would allocate 256 times its size, and 16-bit kernels differ between devices: fp32 always.
-    values = flat.float().contiguous()
-    codes, state = bitsandbytes_functional().quantize_blockwise(values, blocksize=BLOCK_SIZE)
-    # The CPU kernel of bitsandbytes 0.50 turns 0 into +2.1e-5 of the block's scale, a bias where a gradient is masked.
-    if not codes.is_cuda and not values.numpy().all():  # numpy looks for zeros several times as fast as torch
-        codes.masked_fill_(values == 0, _ZERO_CODE)
-    scales = state.absmax.float()
-    return torch.cat([codes, scales.view(torch.uint8)]), scales
-
-
-def _dequantize(coded: torch.Tensor, num_elements: int) -> torch.Tensor:
-    scales = coded[num_elements:].clone().view(torch.float32)  # the copy is aligned
-    return bitsandbytes_functional().dequantize_blockwise(coded[:num_elements], absmax=scales, blocksize=BLOCK_SIZE)
-
-
-@cache
-def bitsandbytes_functional() -> Any:
-    """`bitsandbytes.functional`, imported at first use and in silence.
-
-    On some processors its import looks for a package named `kernels`, which fetches code from a hub when it is
-    installed, and warns when it is not. Neither is wanted. It also wraps fallback kernels, which nothing here calls, in
-    `torch.compile`, whose machinery takes 0.9 s of CPU to load; it does without where that fails.
-    """
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level, hide = log.level, "kernels" not in sys.modules
-    log.setLevel(logging.ERROR)
-    compile_, torch.compile = torch.compile, _refuse_to_compile
-    if hide:
-        sys.modules["kernels"] = None  # type: ignore[assignment]  # makes `import kernels` an ImportError
-    try:
-        return importlib.import_module("bitsandbytes.functional")
-    finally:
-        log.setLevel(level)
-        torch.compile = compile_
-        if hide:
-            del sys.modules["kernels"]
-
-
-def _refuse_to_compile(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("not compiled: only the fallback kernels of bitsandbytes would be")

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, 
 
 from swarm.base.ids import MAX_TICKETS, ZERO_BALLOT, Ballot, Ticket
 
-PROTOCOL_MAJOR = 1
+PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
 
-#: Elements that share one scale in the blockwise 8-bit code.
+#: Elements that share one scale in the codes that count in steps; those of a sub-block share one step in the 8-bit ones.
 BLOCK_SIZE = 4096
+SUB_BLOCK_SIZE = 64
 #: Kept elements that share one 16-bit scale in the sparse code.
 BUCKET_SIZE = 128
 MAX_DIMS = 8
@@ -34,7 +35,7 @@ DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-Codec = Literal["raw", "fp16", "bf16", "8bit", "int8", "scaled16", "uniform8", "sparse4"]
+Codec = Literal["raw", "fp16", "bf16", "rotated8", "scaled8", "int8", "scaled16", "uniform8", "sparse4"]
 
 PeerIdField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 IncarnationField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
@@ -48,6 +49,11 @@ NameField = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 KindField = Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,32}$")]
 TextField = Annotated[str, StringConstraints(max_length=2000)]
 Indexes = Annotated[tuple[IndexField, ...], FailFast(), Field(max_length=MAX_TICKETS)]
+
+
+def num_scaled_bytes(num_elements: int) -> int:
+    """Bytes of so many elements in the 8-bit codes, see `scaled.py`."""
+    return num_elements + math.ceil(num_elements / SUB_BLOCK_SIZE) + 2 * math.ceil(num_elements / BLOCK_SIZE)
 
 
 class Part(BaseModel):
@@ -78,7 +84,9 @@ class TensorSpec(Part):
         n = self.num_elements
         if self.codec == "raw":
             return n * DTYPE_BYTES[self.dtype]
-        if self.codec in ("8bit", "int8"):
+        if self.codec in ("rotated8", "scaled8"):
+            return num_scaled_bytes(n)
+        if self.codec == "int8":
             return n + 4 * math.ceil(n / BLOCK_SIZE)
         if self.codec == "scaled16":
             return 2 * n + 4 * math.ceil(n / BLOCK_SIZE)

@@ -130,7 +130,7 @@ def test_every_dtype_shape_and_codec_arrives_as_it_was_sent(world: HttpWorld) ->
         server, client = await world.transport(), await world.transport()
         shapes: list[tuple[int, ...]] = [(), (0,), (3, 5)]
         specs = [spec(name=f"{dtype}{shape}", dtype=dtype, shape=shape) for dtype in DTYPE_BYTES for shape in shapes]
-        specs += [TensorSpec(name=c, dtype="float32", shape=(5000,), codec=c) for c in ("fp16", "bf16", "8bit")]
+        specs += [TensorSpec(name=c, dtype="float32", shape=(5000,), codec=c) for c in ("fp16", "bf16", "scaled8")]
         rng = random.Random(2)
         frame = Frame(StateChunk(tensors=tuple(specs)), tuple(rng.randbytes(each.num_bytes) for each in specs))
         assert same(await client.call(server.address, frame, stall_s=PATIENT_S), frame)

@@ -181,7 +181,7 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
 @settings(deadline=None, max_examples=40)
 @given(
     num=st.integers(2, 5), num_elements=st.integers(1, 60), seed=st.integers(0, 99), chunk_elements=st.integers(1, 20),
-    codec=st.sampled_from(["scaled16", "bf16", "8bit", "int8", "uniform8"]),
+    codec=st.sampled_from(["scaled16", "bf16", "scaled8", "int8", "uniform8"]),
 )  # fmt: skip
 def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
     num: int, num_elements: int, seed: int, chunk_elements: int, codec: str

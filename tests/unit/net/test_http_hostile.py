@@ -25,7 +25,7 @@ from swarm.net.exchange import Bounds
 from swarm.net.http import HttpTransport
 from swarm.net.transport import Progress
 from swarm.wire.framing import MAGIC, PREFIX, Frame, decode_header, decode_prefix, encode
-from swarm.wire.messages import Ack, Heartbeat, StateChunk, TensorSpec
+from swarm.wire.messages import PROTOCOL_MAJOR, Ack, Heartbeat, StateChunk, TensorSpec
 
 HEADER_S = 0.3
 MOVING_S = 0.4
@@ -61,7 +61,7 @@ def run(scenario: Callable[[HttpTransport], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def frame_bytes(header: bytes, body_bytes: int, body: bytes = b"", *, magic: bytes = MAGIC, major: int = 1) -> bytes:
+def frame_bytes(header: bytes, body_bytes: int, body: bytes = b"", *, magic: bytes = MAGIC, major: int = PROTOCOL_MAJOR) -> bytes:
     return PREFIX.pack(magic, major, 0, 0, len(header), body_bytes) + header + body
 
 
@@ -110,8 +110,8 @@ def test_bytes_that_are_no_http_get_a_short_answer() -> None:
     ("name", "request_bytes", "status", "reason"),
     [
         ("10 GB of Content-Length", post(b"", 10 * 10**9), 413, "over this peer's limit"),
-        ("10 GB of header", post(PREFIX.pack(MAGIC, 1, 0, 0, 2**32 - 1, 0)), 400, "header of 4294967295 bytes"),
-        ("10 GB of body", post(PREFIX.pack(MAGIC, 1, 0, 0, 10, 10 * 10**9)), 400, "body of 10000000000 bytes"),
+        ("10 GB of header", post(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, 2**32 - 1, 0)), 400, "header of 4294967295 bytes"),
+        ("10 GB of body", post(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, 10, 10 * 10**9)), 400, "body of 10000000000 bytes"),
         ("an endless chunked body", b"POST /v1 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
          + b"10000\r\n" + bytes(65536) + b"\r\n", 411, "Content-Length"),
         ("pickle bytes", post(pickle.dumps({"a": list(range(50))})), 400, "wrong magic"),
@@ -122,7 +122,7 @@ def test_bytes_that_are_no_http_get_a_short_answer() -> None:
         ("negative size", post(frame_bytes(chunk_header(shape=[-4]), 4, b"1234")), 400, "greater than or equal to 0"),
         ("huge shape", post(frame_bytes(chunk_header(shape=[2**31, 2**31]), 4, b"1234")), 400, "tensors take 46116860"),
         ("wrong dtype", post(frame_bytes(chunk_header(dtype="object"), 4, b"1234")), 400, "dtype"),
-        ("codec for integers", post(frame_bytes(chunk_header(codec="8bit"), 8, b"12345678")), 400, "codec 8bit"),
+        ("codec for integers", post(frame_bytes(chunk_header(codec="scaled8"), 8, b"12345678")), 400, "codec scaled8"),
         ("body longer than its specs", post(frame_bytes(chunk_header(), 5, b"12345")), 400, "tensors take 4 bytes"),
         ("frame longer than its length", post(frame_bytes(chunk_header(), 4, b"1234more")), 400, "came with"),
         ("too short for a frame", post(b"SWRM"), 400, "too few"),
@@ -299,7 +299,7 @@ async def say(*answers: bytes) -> AsyncIterator[bytes]:
     [
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n" + b"<html>this is a web page</html>"], RemoteProtocolError),
         ([b"SSH-2.0-OpenSSH_9.2\r\n"], RemoteProtocolError),
-        ([OK, http_chunk(PREFIX.pack(MAGIC, 1, 0, 0, 100, 2**40))], RemoteProtocolError),
+        ([OK, http_chunk(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, 100, 2**40))], RemoteProtocolError),
         ([OK, http_chunk(encode(Frame(Ack()))[:30]), b"0\r\n\r\n"], RemoteProtocolError),
         ([OK, http_chunk(encode(Frame(Heartbeat(counter=1)))), b"0\r\n\r\n"], RemoteProtocolError),
         ([OK, http_chunk(frame_bytes(b'{"kind":"heartbeat"' + b" " * 5000 + b"}", 0))], RemoteProtocolError),

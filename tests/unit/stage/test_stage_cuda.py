@@ -22,7 +22,7 @@ from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.norms import norm_of
 from swarm.stage.optimizer import adamw, moments_for
-from swarm.wire.compression import decode_tensor
+from swarm.wire.compression import CODECS, decode_tensor
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Term, Train
 
@@ -216,7 +216,7 @@ def with_device(name: str, main: Callable[[Device], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("codec", ["raw", "8bit", "bf16", "fp16"])
+@pytest.mark.parametrize("codec", ["raw", "scaled8", "bf16", "fp16"])
 def test_what_is_sent_is_received(name: str, codec: str) -> None:
     async def main(device: Device) -> None:
         sent = torch.randn(64, 1000, device=name)
@@ -240,7 +240,7 @@ def test_what_is_not_finite_travels_raw(name: str) -> None:
     async def main(device: Device) -> None:
         sent = torch.randn(5000, device=name)
         sent[17] = float("nan")
-        out = device.send({"x": sent}, "8bit", "input")
+        out = device.send({"x": sent}, "scaled8", "input")
         await device.complete(out)
         spec, buffer = out.payload[0]
         assert spec.codec == "raw"
@@ -250,14 +250,18 @@ def test_what_is_not_finite_travels_raw(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_value_too_large_for_the_codec_arrives_as_none(name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("option", "value"), [("fp16", 7e4), ("8bit", 2e38)])
+def test_a_value_too_large_for_the_codec_arrives_as_none(
+    name: str, option: str, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main(device: Device) -> None:
         sent = torch.ones(9, device=name)
-        sent[3] = 7e4
-        out = device.send({"x": sent}, "fp16", "grad")
+        sent[3] = value
+        out = device.send({"x": sent}, CODECS[option], "grad")
         await device.complete(out)
         assert decode_tensor(*out.payload[0]).isnan().all()
-        assert "x has values up to 7e+04, which the wire (--compression fp16) does not carry" in caplog.text
+        expected = f"x has values up to {value:.3g}, which the wire (--compression {option}) does not carry"
+        assert expected in caplog.text
 
     with_device(name, main)
 

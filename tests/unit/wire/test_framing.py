@@ -22,7 +22,7 @@ from swarm.wire.framing import (
     encode_head,
     split_body,
 )
-from swarm.wire.messages import DTYPE_BYTES, MAX_DIMS, Ack, Heartbeat, Refusal, StateChunk, TensorSpec
+from swarm.wire.messages import DTYPE_BYTES, MAX_DIMS, PROTOCOL_MAJOR, Ack, Heartbeat, Refusal, StateChunk, TensorSpec
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -30,7 +30,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 @st.composite
 def specs(draw: st.DrawFn) -> TensorSpec:
     dtype = draw(st.sampled_from(sorted(DTYPE_BYTES)))
-    codec = draw(st.sampled_from(["raw", "fp16", "bf16", "8bit"] if dtype in FLOATS else ["raw"]))
+    codec = draw(st.sampled_from(["raw", "fp16", "bf16", "scaled8"] if dtype in FLOATS else ["raw"]))
     shape = draw(st.lists(st.integers(0, 6), max_size=4))
     name = draw(st.text("abc.é", min_size=1, max_size=9))
     return TensorSpec.model_validate({"name": name, "dtype": dtype, "shape": shape, "codec": codec})
@@ -71,7 +71,7 @@ def only_protocol_errors(data: bytes) -> None:
 def test_random_bytes_are_a_protocol_error_at_most(data: bytes) -> None:
     only_protocol_errors(data)
     only_protocol_errors(MAGIC + data)
-    only_protocol_errors(PREFIX.pack(MAGIC, 1, 0, 0, len(data), 0) + data)
+    only_protocol_errors(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, len(data), 0) + data)
 
 
 @settings(max_examples=200)
@@ -97,7 +97,7 @@ def test_any_json_is_a_protocol_error_at_most(kind: str, data: st.DataObject) ->
     fields = st.sampled_from(["tensors", "run", "ticket", "head", "stage", "route", "record", "done", "code", "term"])
     header: dict[str, Any] = data.draw(st.dictionaries(fields, JSON, max_size=5))
     text = json.dumps({**header, "kind": kind}).encode()
-    only_protocol_errors(PREFIX.pack(MAGIC, 1, 0, 0, len(text), 0) + text)
+    only_protocol_errors(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, len(text), 0) + text)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_any_json_is_a_protocol_error_at_most(kind: str, data: st.DataObject) ->
 )
 def test_evil_headers_are_protocol_errors(text: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        decode(PREFIX.pack(MAGIC, 1, 0, 0, len(text), 0) + text)
+        decode(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, len(text), 0) + text)
 
 
 @pytest.mark.parametrize(
     ("prefix", "reason"),
     [
         (PREFIX.pack(b"HTTP", 1, 0, 0, 2, 0), "wrong magic"),
-        (PREFIX.pack(MAGIC, 2, 0, 0, 2, 0), "protocol version 2.0, this peer speaks 1.0"),
-        (PREFIX.pack(MAGIC, 1, 0, 0, MAX_HEADER_BYTES + 1, 0), "header of 2097153 bytes is over the limit"),
-        (PREFIX.pack(MAGIC, 1, 0, 0, 2, 1001), "body of 1001 bytes is over the limit of 1000"),
+        (PREFIX.pack(MAGIC, 1, 0, 0, 2, 0), "protocol version 1.0, this peer speaks 2.0"),
+        (PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, MAX_HEADER_BYTES + 1, 0), "header of 2097153 bytes is over the limit"),
+        (PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, 2, 1001), "body of 1001 bytes is over the limit of 1000"),
         (b"SWRM", "4 bytes are too few for a frame"),
     ],
 )
@@ -159,13 +159,20 @@ def test_a_body_must_be_what_its_specs_say() -> None:
         ((0, 5), "int64", "raw", 0),
         ((2, 3), "bfloat16", "raw", 12),
         ((2, 3), "float32", "fp16", 12),
-        ((4096,), "float32", "8bit", 4096 + 4),
-        ((4097,), "float32", "8bit", 4097 + 8),
-        ((0,), "float32", "8bit", 0),
+        ((4096,), "float32", "scaled8", 4096 + 64 + 2),
+        ((4097,), "float32", "scaled8", 4097 + 65 + 4),
+        ((0,), "float32", "scaled8", 0),
     ],
 )
 def test_sizes_of_coded_tensors(shape: tuple[int, ...], dtype: Any, codec: Any, num_bytes: int) -> None:
     assert TensorSpec(name="x", dtype=dtype, shape=shape, codec=codec).num_bytes == num_bytes
+
+
+def test_a_code_that_this_peer_does_not_know_is_refused_in_a_line() -> None:
+    """So does a peer of the first version, which names 8bit what the second has no decoder for, and the other way round."""
+    header = b'{"kind":"state_chunk","tensors":[{"name":"x","dtype":"float32","shape":[9],"codec":"8bit"}]}'
+    with pytest.raises(RemoteProtocolError, match=r"tensors\.0\.codec: Input should be 'raw', .*'rotated8'"):
+        decode(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, len(header), 13) + header + bytes(13))
 
 
 def test_buffers_are_views_of_the_body_not_copies() -> None:

@@ -36,7 +36,7 @@ GENESIS = CommitRecord(
 )
 TRAIN = Train(
     tensors=(
-        TensorSpec(name="hidden", dtype="float32", shape=(2, 3), codec="8bit"),
+        TensorSpec(name="hidden", dtype="float32", shape=(2, 3), codec="scaled8"),
         TensorSpec(name="labels", dtype="int64", shape=(2,), role="label"),
     ),
     run=RUN,
@@ -53,31 +53,31 @@ TRAINED = Trained(
 
 #: name -> (message, fixed part in hex, header, body)
 GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
-    "ack": (Ack(), "5357524d01000000 0000001b 0000000000000000", '{"tensors":[],"kind":"ack"}', b""),
+    "ack": (Ack(), "5357524d02000000 0000001b 0000000000000000", '{"tensors":[],"kind":"ack"}', b""),
     "heartbeat": (
         Heartbeat(counter=7),
-        "5357524d01000000 0000002d 0000000000000000",
+        "5357524d02000000 0000002d 0000000000000000",
         '{"tensors":[],"kind":"heartbeat","counter":7}',
         b"",
     ),
     "refusal": (
         Refusal(code="busy", reason="go elsewhere: größer", stage=2),
-        "5357524d01000000 00000059 0000000000000000",
+        "5357524d02000000 00000059 0000000000000000",
         '{"tensors":[],"kind":"refusal","code":"busy","reason":"go elsewhere: größer","stage":2}',
         b"",
     ),
     "train": (
         TRAIN,
-        "5357524d01000000 0000034c 000000000000001a",
-        '{"tensors":[{"name":"hidden","dtype":"float32","shape":[2,3],"codec":"8bit","role":"input"},'
+        "5357524d02000000 0000034f 0000000000000019",
+        '{"tensors":[{"name":"hidden","dtype":"float32","shape":[2,3],"codec":"scaled8","role":"input"},'
         '{"name":"labels","dtype":"int64","shape":[2],"codec":"raw","role":"label"}],"kind":"train",'
         f'"run":"{RUN}","mode":"train","ticket":[3,14],"head":"{HEAD}","stage":1,'
         f'"route":[[{MEMBER_JSON},{OTHER_JSON}],[{OTHER_JSON}]]}}',
-        bytes(range(10)) + b"\xff" * 16,
+        bytes(range(9)) + b"\xff" * 16,
     ),
     "trained": (
         TRAINED,
-        "5357524d01000000 00000153 0000000000000000",
+        "5357524d02000000 00000153 0000000000000000",
         f'{{"tensors":[],"kind":"trained","hops":[{{"stage":1,"peer":"{PEER}","accumulated":true,"queue_s":0.25,'
         '"forward_s":0.0,"backward_s":0.0,"transfer_s":0.0,"num_bytes":9,"recomputed":false,'
         f'"failed":[["{OTHER}","busy"]],"stalled":[]}}],"loss_sum":1.5,"tokens":16,"overflow":false}}',
@@ -85,7 +85,7 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "commit of a genesis record": (
         Commit(record=GENESIS),
-        "5357524d01000000 000003c2 0000000000000000",
+        "5357524d02000000 000003c2 0000000000000000",
         f'{{"tensors":[],"kind":"commit","record":{{"run":"{RUN}","era":0,"step":-1,"head":"{HEAD}","previous_head":"",'
         f'"ballot":[1,"{PEER}"],"members":[[{MEMBER_JSON}],[{OTHER_JSON},{MEMBER_JSON}]],"results":[],"tokens":0,'
         '"loss_sum":0.0,"grad_norm":0.0,"clip_coefficient":1.0,"learning_rate":0.003,"skipped":false,"loss_scale":1.0,"scale_age":0,"reopened":0,'
@@ -111,7 +111,7 @@ def test_the_bytes_of_a_message_stay_what_they_are(name: str) -> None:
 
 def test_fields_of_a_later_minor_version_are_ignored() -> None:
     header = b'{"kind":"heartbeat","counter":1,"mood":"fine"}'
-    data = bytes.fromhex("5357524d01090000") + len(header).to_bytes(4, "big") + bytes(8) + header
+    data = bytes.fromhex("5357524d02090000") + len(header).to_bytes(4, "big") + bytes(8) + header
     assert decode(data).message == Heartbeat(counter=1)
 
 

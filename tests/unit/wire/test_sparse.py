@@ -78,7 +78,7 @@ def test_a_small_payload_cannot_ask_for_much_memory() -> None:
         TensorSpec(name="x", dtype="float32", shape=(2**32,), codec="sparse4", num_kept=1)
 
 
-@pytest.mark.parametrize(("codec", "num_kept"), [("raw", 3), ("8bit", 0), ("sparse4", None), ("sparse4", 9)])
+@pytest.mark.parametrize(("codec", "num_kept"), [("raw", 3), ("scaled8", 0), ("sparse4", None), ("sparse4", 9)])
 def test_a_spec_says_how_many_are_kept_if_and_only_if_it_is_sparse(codec: str, num_kept: int | None) -> None:
     with pytest.raises(ValueError, match="elements are kept in codec"):
         TensorSpec(name="x", dtype="float32", shape=(8,), codec=codec, num_kept=num_kept)  # type: ignore[arg-type]

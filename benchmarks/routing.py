@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,10 @@ RECOVERED = 0.9
 class UniformRouter(StageRouter):
     """Any peer, whatever is known of it; those that failed are left alone for a while."""
 
-    def candidates(self, num_samples: int, *, now: float, first: Key | None = None, limit: int = 4) -> list[Key]:
-        order = super().candidates(num_samples, now=now, first=None, limit=len(self._peers))
+    def candidates(
+        self, num_samples: int, *, now: float, first: Key | None = None, limit: int = 4, without: Container[Key] = ()
+    ) -> list[Key]:
+        order = super().candidates(num_samples, now=now, first=None, limit=len(self._peers), without=without)
         self._rng.shuffle(order)
         return order[:limit]
 

@@ -87,6 +87,10 @@ class TicketPool:
         return len(self._free)
 
     @property
+    def num_done(self) -> int:
+        return len(self._done)
+
+    @property
     def complete(self) -> bool:
         """Every ticket was reported done; whether the stages hold them is for the seals to say."""
         return len(self._done) == self.num_tickets

@@ -67,6 +67,7 @@ class Backbone:
     async def start(self) -> None:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
+        self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
         self._tasks.start(self.seat.run(), "seat", vital=True)
         if self.aggregator is not None:
             self._tasks.start(self.aggregator.announce_loop(), "announce aggregator")

@@ -26,6 +26,7 @@ from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.at_work import AtWork
 from swarm.peer.link import Link, Refuse, Tasks
+from swarm.peer.presence import Candidates
 from swarm.peer.step_state import StepState
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
@@ -305,9 +306,8 @@ class CommittedState:
             return held
         self.is_copying = True
         try:
-            for holder in result.holders:
-                if holder.key == self.me.key:
-                    continue
+            holders = Candidates(self.link.presence, [x for x in result.holders if x.key != self.me.key])
+            while (holder := await holders.next()) is not None:
                 try:
                     flat = await self.copy_average(holder, record.step, result.average_digest)
                 except SwarmError as error:

@@ -55,7 +55,7 @@ class Coordinator:
         self.rebalancing = Rebalancing(self._reign)
         self._leads = StageLeads(self._reign, term_n, self.rebalancing.hear)
         self._lineage = Lineage(self._reign)
-        self.listing = Listing(self._reign, self._leads)
+        self.listing = Listing(self._reign, self._leads, tasks)
         self._checked = 0.0
         #: Since when nobody of some stage holds the newest head.
         self._bare_since = math.inf
@@ -299,7 +299,7 @@ class Coordinator:
                 await reign.notify()
             if reign.now - self._checked > (1.0 if leasing.in_doubt else self._timing.coordinator_s):
                 leasing.in_doubt = False
-                await self._leads.check(step)
+                await self._leads.check(step, None if leasing.paused else (pool.num_done, pool.num_free))
                 self._look_for_bare_stages()
                 self._checked = reign.now
             await reign.wait(self._timing.lease_s / 8)

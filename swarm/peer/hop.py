@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from swarm.base.errors import LinkError, RemoteError, RemoteProtocolError, Stalled
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.peer.presence import Candidates
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Member, Route, Train, Trained
 
@@ -33,6 +34,12 @@ class HopResult:
     failed: tuple[tuple[Member, str, float], ...]
 
 
+def _living(link: Link, members: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Those that are not known to be silent; all if nobody else is left, for the stage before them may reach them."""
+    silent = link.presence.liveness.silent(x.key for x in members)
+    return tuple(x for x in members if x.key not in silent) or members
+
+
 async def call_stage(
     link: Link,
     route: Route,
@@ -42,7 +49,7 @@ async def call_stage(
     stage: int,
     progress: Progress,
 ) -> HopResult:
-    """Ask the candidates of `route[0]`, which serve `stage`, in order.
+    """Ask the candidates of `route[0]`, which serve `stage`, in order; those that are known to be silent are not asked.
 
     Raises:
         Refuse: `no_candidate`, or `failed_everywhere` if each one computed and failed, or found no sense in the request; with
@@ -52,9 +59,11 @@ async def call_stage(
     loop = asyncio.get_running_loop()
     failed: list[tuple[Member, str, float]] = []
     num_useless = 0
-    for position, candidate in enumerate(route[0]):
-        others = route[0][:position] + route[0][position + 1 :]
-        request = make_request(((candidate, *others), *route[1:]))
+    candidates, below = Candidates(link.presence, route[0]), route[1:]
+    while (candidate := await candidates.next([x for members in below for x in members])) is not None:
+        others = tuple(x for x in route[0] if x is not candidate)
+        below = tuple(_living(link, members) for members in below)
+        request = make_request(((candidate, *others), *below))
         began = loop.time()
         try:
             with progress.vouched():
@@ -75,6 +84,8 @@ async def call_stage(
             failed.append((candidate, f"{type(error).__name__}: {error}"[:300], waited))
         member, reason, _ = failed[-1]
         logger.debug("stage %d: %s passed by after %.1f s: %s", stage, member.peer[:8], loop.time() - began, reason)
-    reasons = "; ".join(f"{member.peer[:8]} {reason}" for member, reason, _ in failed) or "the route names nobody"
-    code = "failed_everywhere" if failed and num_useless == len(failed) else "no_candidate"
+        progress.advance()  # there is one less to try: whoever waits for this peer waits on
+    told = [*((member, reason) for member, reason, _ in failed), *candidates.left_out()]
+    reasons = "; ".join(f"{member.peer[:8]} {reason}" for member, reason in told) or "the route names nobody"
+    code = "failed_everywhere" if failed and num_useless == len(told) else "no_candidate"
     raise Refuse(code, f"stage {stage}: {reasons}"[:1900], stage=stage)

@@ -21,6 +21,8 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 
+#: Announced peers that no record lists are told the newest record, so many at once.
+MAX_TOLD = 64
 #: The peer has nothing for this run's stage; any other refusal says nothing of what it holds.
 _HOLDS_NOTHING = {"wrong_run", "wrong_stage"}
 
@@ -107,8 +109,8 @@ class Lineage:
         initialised: set[Key] = set()
         damaged: list[str] = []
         silent: list[Key] = []
-        for stage, candidates in enumerate(peers):
-            answers = await together(*(self._holdings(stage, member) for member in candidates))
+        told_by = await together(*(together(*(self._holdings(k, x) for x in xs)) for k, xs in enumerate(peers)))
+        for stage, (candidates, answers) in enumerate(zip(peers, told_by, strict=True)):
             stages.append({})
             for member, answer in zip(candidates, answers, strict=True):
                 if answer is None:
@@ -276,15 +278,18 @@ class Lineage:
             if record is None or self._reign.lost:
                 continue
             listed = {x.key for xs in record.members for x in xs}
-            for member in [x for roster in await self._reign.rosters() for x in roster]:
-                if member.key in listed or member.key in joining():
-                    continue
-                try:
-                    await self._reign.link.ask(member, m.Commit(record=record), m.Ack)
-                except RefusedBy as refused:
-                    theirs = refused.refusal.record
-                    if theirs is not None and theirs.newer_than(self._reign.record):
-                        self._reign.rival = theirs
-                        await self._reign.notify()
-                except (LinkError, RemoteError):
-                    continue
+            announced = [x for roster in await self._reign.rosters() for x in roster]
+            strays = [x for x in announced if x.key not in listed and x.key not in joining()]
+            told = self._reign.context.rng.sample(strays, min(len(strays), MAX_TOLD))
+            await together(*(self._tell_stray(member, record) for member in told))
+
+    async def _tell_stray(self, member: m.Member, record: m.CommitRecord) -> None:
+        try:
+            await self._reign.link.ask(member, m.Commit(record=record), m.Ack)
+        except RefusedBy as refused:
+            theirs = refused.refusal.record
+            if theirs is not None and theirs.newer_than(self._reign.record):
+                self._reign.rival = theirs
+                await self._reign.notify()
+        except (LinkError, RemoteError):
+            pass  # it may have gone; who has not is told again

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, Union
 
-from swarm.base.errors import RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.base.errors import LinkError, RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.base.ids import Address
 from swarm.net.exchange import one_line
 from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
+from swarm.peer.presence import Presence
 from swarm.wire.framing import Buffer, Frame
-from swarm.wire.messages import REQUEST_KINDS, Member, Message, Refusal
+from swarm.wire.messages import REQUEST_KINDS, Member, Message, Refusal, Status, StatusReply
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class Link:
 
     def __init__(self, context: PeerContext) -> None:
         self.context = context
+        #: Which of the members that were asked are there.
+        self.presence = Presence(self._status_of, context.config.timing)
         self._handlers: dict[type[Message], MessageHandler] = {}
 
     def register(self, kind: type[Message], handler: MessageHandler) -> None:
@@ -95,13 +98,33 @@ class Link:
         else:
             address = Address(target.host, target.port)
             stall = context.config.timing.request_s if stall_s is None else stall_s
-            reply = await context.transport.call(address, request, stall_s=stall, progress=progress)
+            try:
+                reply = await self._call(target, address, request, stall, progress)
+            except LinkError as error:
+                if isinstance(target, Member):
+                    self.presence.failed(target, error)
+                raise
         if isinstance(reply.message, Refusal):
             raise RefusedBy(reply.message)
+        if isinstance(target, Member) and self.presence.liveness.is_doubted(target.key) and expect is not StatusReply:
+            self.presence.heard(target)
         if not isinstance(reply.message, expect):
             raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")
         return reply.message, reply
 
+
+    async def _call(
+        self, target: Member | Address, address: Address, request: Frame, stall_s: float, progress: Progress | None
+    ) -> Frame:
+        transport = self.context.transport
+        if isinstance(target, Address) or stall_s <= self.context.config.timing.request_s:
+            return await transport.call(address, request, stall_s=stall_s, progress=progress)
+        return await self.presence.watched(
+            target, lambda counted: transport.call(address, request, stall_s=stall_s, progress=counted), progress
+        )
+
+    async def _status_of(self, member: Member) -> StatusReply:
+        return (await self.ask(member, Status(), StatusReply))[0]
 
     async def _answer_own(self, request: Frame, progress: Progress) -> Frame:
         """A failure is told as to anybody else."""

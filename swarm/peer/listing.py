@@ -1,18 +1,21 @@
 """Who the next record lists at each stage: the holders of the average, joiners, nobody who leaves, moves or was struck.
 
+A joiner counts once it has answered at the address that it announces: one that asks but cannot be asked costs nobody anything.
 Owns what stage peers have asked for since the last record, which a new coordinator hears again. Must not end steps: the
 coordinator asks, and writes the record.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 
 from swarm.lifecycle.record import Members
-from swarm.peer.link import Refuse
+from swarm.peer.link import Refuse, Tasks
 from swarm.peer.reign import Key, Reign
 from swarm.peer.stage_leads import StageLeads
+from swarm.policy.liveness import FIRST_LOOK_S
 from swarm.wire import messages as m
 
 #: Peers that wait to be listed; more are sent away.
@@ -27,13 +30,19 @@ class _Joiner:
     member: m.Member
     head: str | None
     seen: float
+    #: It answered at its address.
+    is_met: bool = False
+    #: When it is looked at next, if it did not answer, and after how long again.
+    meet_at: float = 0.0
+    meet_after_s: float = FIRST_LOOK_S
 
 
 class Listing:
     """One coordinator's view of who comes and who goes."""
 
-    def __init__(self, reign: Reign, leads: StageLeads) -> None:
+    def __init__(self, reign: Reign, leads: StageLeads, tasks: Tasks) -> None:
         self._reign = reign
+        self._tasks = tasks
         self._leads = leads
         self._joiners: dict[Key, _Joiner] = {}
         #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
@@ -59,8 +68,8 @@ class Listing:
                 f"this peer to end: another one with its identity {member.peer[:8]} has joined since; if its state directory was "
                 "copied from there, start it with an empty one"
             )
-        if member.key not in self._joiners:
-            self._last_join = now
+        known = self._joiners.get(member.key)
+        if known is None:
             self._forget_silent()
             if len(self._joiners) >= MAX_JOINERS:
                 raise Refuse("busy", f"{MAX_JOINERS} peers want to join already")
@@ -69,8 +78,25 @@ class Listing:
                 self._replaced[key] = None
                 if len(self._replaced) > MAX_JOINERS:
                     del self._replaced[next(iter(self._replaced))]
-        self._joiners[member.key] = _Joiner(stage, member, head, now)
-        return ""
+            known = self._joiners[member.key] = _Joiner(stage, member, head, now)
+        known.is_met = known.is_met and (known.member.host, known.member.port) == (member.host, member.port)
+        known.stage, known.member, known.head, known.seen = stage, member, head, now
+        if known.is_met:
+            return ""
+        if known.meet_at <= now:
+            known.meet_at = math.inf
+            self._tasks.start(self._meet(known), f"look at joiner {member.peer[:8]}")
+        why = self._reign.link.presence.liveness.why(member.key)
+        return f"this peer to answer at {member.host}:{member.port}, which it announces: {why}" if why else ""
+
+    async def _meet(self, joiner: _Joiner) -> None:
+        """Find out whether it can be asked, as whoever trains with it must."""
+        joiner.is_met = await self._reign.link.presence.look(joiner.member)
+        joiner.meet_at = self._reign.now + joiner.meet_after_s
+        joiner.meet_after_s = min(2 * joiner.meet_after_s, self._reign.timing.record_ttl_s)
+        if joiner.is_met:
+            self._last_join = self._reign.now
+            await self._reign.notify()
 
     def leave(self, stage: int, member: m.Member) -> None:
         """`member` goes once the step that is open has committed."""
@@ -89,8 +115,8 @@ class Listing:
 
     @property
     def coming(self) -> list[tuple[int, m.Member]]:
-        """Joiners, and the stages that they will serve."""
-        return [(joiner.stage, joiner.member) for joiner in self._joiners.values()]
+        """Joiners that answer, and the stages that they will serve."""
+        return [(joiner.stage, joiner.member) for joiner in self._joiners.values() if joiner.is_met]
 
     def _forget_silent(self) -> None:
         for key in [k for k, j in self._joiners.items() if self._reign.now - j.seen > self._reign.timing.record_ttl_s]:
@@ -111,13 +137,14 @@ class Listing:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds in which nobody new has come."""
+        """Seconds in which nobody new has come that answers."""
         return self._reign.now - self._last_join
 
     def gathered(self) -> list[list[m.Member]]:
         """Who could begin the run, by stage."""
         self._forget_silent()
-        return [[j.member for j in self._joiners.values() if j.stage == k] for k in range(self._reign.config.num_stages)]
+        met = [j for j in self._joiners.values() if j.is_met]
+        return [[j.member for j in met if j.stage == k] for k in range(self._reign.config.num_stages)]
 
     def began(self, record: m.CommitRecord) -> None:
         """Who is listed in the first record need not be listed again."""
@@ -138,7 +165,7 @@ class Listing:
             held = any(x.key == move.member.key for x in results[move.source].holders)
             if held and all(x.key != move.member.key for x in staying[move.source]):
                 member = move.member.model_copy(update={"ready": False})
-                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now)
+                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now, is_met=True)
         return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
 
     def _staying(self, stage: int, result: m.StageResult) -> list[m.Member]:
@@ -163,7 +190,7 @@ class Listing:
                 continue
             if now - joiner.seen > self._reign.timing.record_ttl_s or key in present:
                 del self._joiners[key]
-            elif not self._leads.is_struck(stage, key):
+            elif joiner.is_met and not self._leads.is_struck(stage, key):
                 # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
                 ready = joiner.member.ready and joiner.head == record.head
                 staying.append(joiner.member.model_copy(update={"ready": ready}))

@@ -74,12 +74,15 @@ class Passes:
     ) -> tuple[m.Route, HopResult]:  # fmt: skip
         loop = asyncio.get_running_loop()
         context, num_samples = self._link.context, _num_samples(tensors)
+        await self.wiring.settled()
         route = self.wiring.route(num_samples, now=loop.time(), downstream=downstream, avoid=avoid)
         if isinstance(route, int):
             raise RemoteError(f"stage {route} has no peer that may be tried now")
         downstream.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
 
         def request(remaining: m.Route) -> m.Train:
+            if self.wiring.is_outdated(remaining):
+                raise RemoteError("peers have gone since the route was made")
             return m.Train(
                 run=context.run, mode=mode, ticket=ticket, head=head, stage=0, route=remaining, tensors=tensors,
                 with_norms=with_norms,
@@ -100,12 +103,22 @@ class Passes:
             for candidate in route[0]:
                 failed(0, candidate.peer, 0.0)
             raise RemoteError(str(refused)) from None
+        except RefusedBy as refused:
+            stage = refused.refusal.stage
+            if refused.code == "no_candidate" and stage is not None and stage < len(route):
+                for candidate in route[stage]:
+                    self._link.presence.doubt(candidate, "the stage before could not use it")
+            raise
         for member, _, waited_s in result.failed:
             failed(0, member.peer, waited_s)
         for hop in result.trained.hops:
             downstream[hop.stage] = hop.peer
+            for member in [x for x in route[hop.stage] if x.peer == hop.peer]:
+                self._link.presence.heard(member)
             for peer, _ in hop.failed:
                 failed(hop.stage, peer, context.config.timing.stall_s if peer in hop.stalled else 0.0)
+                for member in [x for x in route[hop.stage] if x.peer == peer]:
+                    self._link.presence.doubt(member, "the stage before could not use it")
         return route, result
 
 

@@ -97,13 +97,27 @@ class StageLeader:
         try:
             reply, _ = await self._link.ask(holder, request, m.Revoked, progress=progress)
         except (LinkError, RemoteError) as error:
-            freed = book.strike(holder)
-            logger.info("step %d: %s struck, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), error)
+            self._strike(book, holder, str(error))
+            if isinstance(error, LinkError):
+                await self._strike_silent(book)
             return
         if reply.held:
             book.mark_held(index, holder)
         else:
             book.give_back(index, holder)
+
+    def _strike(self, book: ClaimBook, holder: m.Member, reason: str) -> None:
+        freed = book.strike(holder)
+        logger.info("step %d: %s struck, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
+
+    async def _strike_silent(self, book: ClaimBook) -> None:
+        """One holder does not answer, and others may be gone with it: all are looked at at once, not one for each ticket."""
+        me, presence = self._member.me.key, self._link.presence
+        others = [x for x in book.members.values() if x.key not in book.struck and x.key != me]
+        there = {x.key for x in await presence.answering(others)}
+        for member in others:
+            if member.key not in there and member.key not in book.struck:
+                self._strike(book, member, presence.liveness.why(member.key))
 
     async def _on_gather(self, message: m.Gather, frame: Frame, progress: Progress) -> m.Gathered:
         member = self._member

@@ -14,6 +14,7 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.lifecycle.coverage import torn_tie
 from swarm.peer.link import RefusedBy, together
 from swarm.peer.reign import Key, Reign, Rivalry
+from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ class StageLeads:
         self._reign = reign
         self._hear = hear
         self._leads = [_StageLead(n=term_n) for _ in range(reign.config.num_stages)]
+        # Silent peers are found `stall_s` after they fell silent.
+        still_s = max(reign.timing.coordinator_s, reign.timing.stall_s - reign.timing.request_s)
+        self._stillness = Stillness(still_s, reign.now)
 
     def begin_step(self) -> None:
         """A new record: its first ready members lead, and nobody is struck."""
@@ -56,27 +60,46 @@ class StageLeads:
         """Try everyone of the stage again."""
         self._leads[stage].struck.clear()
 
-    async def check(self, step: int) -> None:
-        """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated."""
+    async def check(self, step: int, moves: object) -> None:
+        """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated.
 
-        async def one(stage: int) -> None:
-            leader = self.leader(stage)
-            try:
-                if leader is None:
-                    raise RemoteError("no member is left")
-                reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
-                if reply.member.key != leader.key:
-                    raise RemoteError("another incarnation answers there")
-                if reply.step <= self._reign.newest.step:
-                    await self._tell_record(leader)
-                elif reply.step > self._reign.newest.step + 1:
-                    await self._look_at_its_record(leader)
-            except (LinkError, RemoteError) as error:
-                logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
-                self._strike(stage, leader)
+        If it is, or `moves` stands still (what should move now, if anything), all members of all stages are looked at, at once:
+        who is gone may hold claims on what is missing.
+        """
+        stages = range(self._reign.config.num_stages)
+        everyone = moves is not None and self._stillness.is_due((step, moves), now=self._reign.now)
+        gone = [] if everyone else await together(*(self._leader_is_gone(stage) for stage in stages))
+        if not everyone and not any(gone):
+            return
+
+        async def renew(stage: int) -> None:
+            if await self._strike_silent(stage) or (gone and gone[stage]):
                 await self._gather(step, stage, freeze=False)
 
-        await together(*(one(stage) for stage in range(self._reign.config.num_stages)))
+        await together(*(renew(stage) for stage in stages))
+
+    async def _leader_is_gone(self, stage: int) -> bool:
+        """Then it is struck. One that is there is told the newest record if it lacks that.
+
+        Raises:
+            Rivalry: it is past it.
+        """
+        leader = self.leader(stage)
+        try:
+            if leader is None:
+                raise RemoteError("no member is left")
+            reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+            if reply.member.key != leader.key:
+                raise RemoteError("another incarnation answers there")
+            if reply.step <= self._reign.newest.step:
+                await self._tell_record(leader)
+            elif reply.step > self._reign.newest.step + 1:
+                await self._look_at_its_record(leader)
+        except (LinkError, RemoteError) as error:
+            logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
+            self._strike(stage, leader)
+            return True
+        return False
 
     def members(self, stage: int) -> list[m.Member]:
         """Those that take part in the step: the newest record's ready members. Nobody waits for one that downloads."""
@@ -92,6 +115,17 @@ class StageLeads:
     def _strike(self, stage: int, member: m.Member | None) -> None:
         if member is not None:
             self._leads[stage].struck[member.key] = member
+
+    async def _strike_silent(self, stage: int, level: int = logging.INFO) -> bool:
+        """A member is gone, and others may be gone with it: all are looked at at once, so that what follows meets the living."""
+        asked = [x for x in self.members(stage) if x.key not in self._leads[stage].struck]
+        there = {x.key for x in await self._reign.link.presence.answering(asked)}
+        silent = [x for x in asked if x.key not in there]
+        for member in silent:
+            self._strike(stage, member)
+        if silent:
+            logger.log(level, "stage %d: %d of %d members do not answer: struck", stage, len(silent), len(asked))
+        return bool(silent)
 
     async def gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
         return await together(
@@ -126,6 +160,7 @@ class StageLeads:
                 await asyncio.sleep(backoff)
                 backoff = min(2.0, 2 * backoff)
                 continue
+            level = logging.INFO if lost_since is None else logging.DEBUG  # while nobody is there they are tried for ever
             lead.n += 1
             term = m.Term(ballot=self._reign.ballot, n=lead.n)
             request = m.Gather(
@@ -141,12 +176,13 @@ class StageLeads:
                 if refused.code == "behind" and leader.key not in told and await self._tell_record(leader):
                     told.add(leader.key)
                     continue
-                logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], refused)
+                logger.log(level, "step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], refused)
                 self._strike(stage, leader)
                 await asyncio.sleep(backoff)
             except (LinkError, RemoteError) as error:
-                logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
+                logger.log(level, "step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
                 self._strike(stage, leader)
+                await self._strike_silent(stage, level)
             else:
                 lead.struck |= {x.key: x for x in reply.struck}
                 self._reign.lost.discard(stage)
@@ -212,6 +248,7 @@ class StageLeads:
         except (LinkError, RemoteError) as error:
             logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
             self._strike(stage, leader)
+            await self._strike_silent(stage)
             return None
         if reply.result is None:
             logger.info("step %d, stage %d: no average: %s", step, stage, reply.reason)

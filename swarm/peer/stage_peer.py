@@ -179,6 +179,7 @@ class StagePeer:
 
     def _start_loops(self) -> None:
         self._is_known = True
+        self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
         self._tasks.start(self.membership.announce_loop(), "announce", vital=True)
         self._tasks.start(self.membership.join_loop(), "membership", vital=True)
 

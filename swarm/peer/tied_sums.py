@@ -19,6 +19,7 @@ from swarm.averaging.tied import Tied, TiedRange, TiedRanges
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
+from swarm.peer.presence import Candidates
 from swarm.peer.stage_member import StageMember
 from swarm.peer.step_state import OwnSums, StepState
 from swarm.stage.accumulator import is_finite
@@ -78,7 +79,8 @@ class TiedSums:
         mine = self._member.me.key
         holders.sort(key=lambda x: (x.key < mine, x.key))  # members of one stage ask different ones first
         reasons = []
-        for holder in holders:
+        candidates = Candidates(self._link.presence, holders)
+        while (holder := await candidates.next()) is not None:
             try:
                 return await self._fetch_from(holder, message, state, wanted, stage)
             except (LinkError, RemoteError) as error:

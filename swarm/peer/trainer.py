@@ -75,7 +75,8 @@ class Trainer:
             self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known
         )
         ban_s = self.config.timing.record_ttl_s
-        self._passes = Passes(self.link, Wiring(self.config.num_stages, context.rng, max_ban_s=ban_s, router=router))
+        wiring = Wiring(self.config.num_stages, context.rng, self.link.presence, max_ban_s=ban_s, router=router)
+        self._passes = Passes(self.link, wiring)
         self.tries = Tries(context, feed, self._passes, lambda: self.record, on_ticket)
         self._evaluator = Evaluator(self.link, self._passes, feed)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
@@ -108,6 +109,7 @@ class Trainer:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._last_commit_at = asyncio.get_running_loop().time()
+        self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
         self._tasks.start(self.seat.run(), "seat", vital=True)
         self._tasks.start(self._poll_loop(), "lease", vital=True)
         self._tasks.start(self._report_loop(), "report", vital=True)

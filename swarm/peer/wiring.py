@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+from swarm.peer.presence import Presence
 from swarm.policy.routing import MAX_CANDIDATES, StageRouter
 from swarm.wire import messages as m
 
@@ -15,8 +16,10 @@ class Wiring:
     """One trainer's routers, one for each stage."""
 
     def __init__(
-        self, num_stages: int, rng: random.Random, *, max_ban_s: float, router: type[StageRouter] = StageRouter
-    ) -> None:
+        self, num_stages: int, rng: random.Random, presence: Presence, *, max_ban_s: float,
+        router: type[StageRouter] = StageRouter,
+    ) -> None:  # fmt: skip
+        self._presence = presence
         self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
         self._members: list[dict[tuple[str, str], m.Member]] = [{} for _ in range(num_stages)]
 
@@ -25,12 +28,15 @@ class Wiring:
         for stage, router in enumerate(self._routers):
             self._members[stage] = {x.key: x for x in record.members[stage] if x.ready}
             router.set_members(self._members[stage])
+        self._presence.liveness.set_groups(self._members)
 
     def route(
         self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None,
         avoid: frozenset[str] = frozenset(),
     ) -> m.Route | int:  # fmt: skip
         """Candidates for every stage, or the first stage that has none at `now`.
+
+        Who may be gone is left out; where all of a stage may be, they are tried, for the stage before may reach them.
 
         Args:
             num_samples: size of the micro-batch, for the work that is reserved.
@@ -44,7 +50,9 @@ class Wiring:
             first = next((key for key in self._members[stage] if key[0] == peer and peer not in avoid), None)
             if first is None and avoid:
                 first = next((key for key in self._members[stage] if key[0] not in avoid), None)
-            keys = router.candidates(num_samples, now=now, first=first)
+            liveness, members = self._presence.liveness, self._members[stage]
+            keys = router.candidates(num_samples, now=now, first=first, without=liveness.doubted(members))
+            keys = keys or router.candidates(num_samples, now=now, first=first)
             if not keys:
                 return stage
             route.append(tuple(self._members[stage][key] for key in keys))
@@ -53,6 +61,22 @@ class Wiring:
     def is_whole(self, route: m.Route, stage: int | None) -> bool:
         """Whether `route` leaves out nobody of `stage`, or names as many as a route can. A peer said which: it may be none."""
         return stage is not None and stage < len(route) and len(route[stage]) >= min(MAX_CANDIDATES, len(self._members[stage]))
+
+    def is_outdated(self, route: m.Route) -> bool:
+        """All candidates of a stage fell silent since `route` was made, and others of it did not."""
+        liveness = self._presence.liveness
+        return any(
+            len(liveness.silent(x.key for x in candidates)) == len(candidates) and len(liveness.silent(members)) < len(members)
+            for candidates, members in zip(route, self._members, strict=True)
+        )
+
+    async def settled(self) -> None:
+        """While all of a stage are in doubt, and some of them not looked at yet, nobody of it can be chosen."""
+        liveness = self._presence.liveness
+        while any(
+            len(liveness.silent(members)) < len(members) == len(liveness.doubted(members)) for members in self._members
+        ):
+            await self._presence.look_ended()
 
     def observe(self, route: m.Route, hops: tuple[m.Hop, ...], num_samples: int) -> None:
         """Feed the hops of a finished micro-batch: queue and compute seconds of each stage."""
@@ -64,6 +88,7 @@ class Wiring:
                 self._routers[hop.stage].observe(key, seconds, num_samples, reserved=reserved)
 
     def failed(self, stage: int, peer: str, *, now: float, waited_s: float, num_samples: int) -> None:
+        """`peer` could not be used: it is banned for a while."""
         key = next((key for key in self._members[stage] if key[0] == peer), None)
         if key is not None:
             self._routers[stage].failed(key, now=now, waited_s=waited_s, num_samples=num_samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 Key = tuple[str, str]
@@ -95,14 +95,16 @@ class StageRouter:
         measured = [p.seconds_per_sample for p in self._peers.values() if p.seconds_per_sample is not None]
         return statistics.median(measured) if measured else 0.0
 
-    def candidates(self, num_samples: int, *, now: float, first: Key | None = None, limit: int = MAX_CANDIDATES) -> list[Key]:
+    def candidates(
+        self, num_samples: int, *, now: float, first: Key | None = None, limit: int = MAX_CANDIDATES, without: Container[Key] = ()
+    ) -> list[Key]:
         """Peers to try, in order; work is reserved at the first. `first` goes in front if it may be tried.
 
-        Banned peers are left out. An empty list means that nobody of the stage may be tried at `now`.
+        Banned peers and those of `without` are left out. An empty list means that nobody of the stage may be tried at `now`.
         """
         self._end_bans(now)
         order = [entry[-1] for entry in heapq.nsmallest(len(self._heap), self._heap)]
-        order = [key for key in order if self._peers[key].banned_until <= now]
+        order = [key for key in order if self._peers[key].banned_until <= now and key not in without]
         if first in order:
             order.remove(first)
             order.insert(0, first)

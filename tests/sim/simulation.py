@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from small_model import PlainResult, SmallFactory, SmallFeed, one_process
 
 from launch.runner import CLOSE_TIMEOUT_S
 from swarm.base.config import RunConfig
-from swarm.base.errors import LinkBroken
+from swarm.base.errors import LinkBroken, SwarmError
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.identity import Identity
 from swarm.net.memory import MemoryNetwork, MemoryTransport
@@ -38,7 +39,7 @@ from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Outcome, Priority, Threads
 from swarm.stage.module import Tie, ties_of
 from swarm.wire.framing import Frame
-from swarm.wire.messages import CommitRecord, Message
+from swarm.wire.messages import CommitRecord, Join, Joining, Message
 
 T = TypeVar("T")
 
@@ -338,6 +339,53 @@ class Simulation:
         rebalancing.plan = plan
         rebalancing._decided_at = -1e9  # a decision is due
         return True
+
+    async def fell(self, name: str, how: str) -> None:
+        """A peer goes: `killed` (connections are refused), `preempted` (nothing answers) or `stopped` (nothing is said)."""
+        node = self.nodes[name]
+        if how == "stopped":
+            self.pause(node)
+            return
+        if how == "preempted":
+            self.isolate(node)
+        await self.kill(name)
+
+    async def silent_joiners(self, count: int, *, stage: int | None = None, for_s: float, refuses: bool = False) -> None:
+        """So many peers hold the newest state and ask to be listed for `for_s`; nobody answers where they say that they are.
+
+        With `refuses` nobody even listens there.
+        """
+
+        async def silent(frame: Frame, progress: Progress) -> Frame:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def ask(number: int) -> None:
+            context = self._context(f"joiner{number}")
+            if not refuses:
+                await context.transport.start(silent)
+            link = Link(context)
+            while True:
+                coordinators = [node for node in self.nodes.values() if self.coordinates(node)]
+                record = self.commits[max(self.commits)] if self.commits else None
+                joins = stage if stage is not None else number % self.config.num_stages
+                request = Join(
+                    run=context.run, stage=joins, member=context.member(ready=True), head=record.head if record else None
+                )
+                for node in coordinators:
+                    with contextlib.suppress(SwarmError):
+                        await link.ask(node.address, request, Joining)
+                await asyncio.sleep(self.config.timing.request_s / 8)
+
+        asking = [asyncio.ensure_future(ask(number)) for number in range(count)]
+        await asyncio.sleep(for_s)
+        for task in asking:
+            task.cancel()
+        for result in await asyncio.gather(*asking, return_exceptions=True):
+            if not isinstance(result, asyncio.CancelledError):
+                raise AssertionError(f"a joiner ended: {result!r}")
+        for number in range(count):
+            self.network.crash(self._addresses[f"joiner{number}"])
 
     def pause(self, node: Node) -> None:
         """SIGSTOP."""

@@ -10,6 +10,7 @@ from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
+from swarm.peer.vigil import STATE
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:
@@ -50,9 +51,11 @@ class Backbone:
         }  # fmt: skip
         if coordinator is not None:
             detail |= {
-                "waiting_for": coordinator.waiting_for[:200], "trainers": len(coordinator.trainers),
-                "moves": coordinator.rebalancing.reason[:200],
+                "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
             }  # fmt: skip
+        waiting_for = self.seat.waiting_for or (str(heard.detail.get("waiting_for", "")) if heard is not None else "")
+        if waiting_for:
+            detail["waiting_for"] = waiting_for[:200]
         if record is not None and record.step >= 0:
             detail["loss"] = "none: the step was skipped" if record.loss is None else record.loss
             detail |= {"saved_step": record.saved} if record.saved else {}
@@ -60,8 +63,8 @@ class Backbone:
             detail |= self.aggregator.status()
         return m.StatusReply(
             role="backbone", member=self.context.member(), step=step, head=head,
-            state="coordinating" if coordinator else "watching", detail=detail, stages=stages,
-            ballot=coordinator.ballot.counter if coordinator is not None else -1,
+            state="coordinating" if coordinator else STATE if self.seat.vigil is not None else "watching", detail=detail,
+            stages=stages, ballot=self.seat.ballot,
         )  # fmt: skip
 
     async def start(self) -> None:

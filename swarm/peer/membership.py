@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Sequence
 
 from swarm.base.errors import LinkError, RemoteError
@@ -17,30 +16,14 @@ from swarm.lifecycle.peer import PEER
 from swarm.peer.announcing import find_coordinators, keep_announcing, withdraw
 from swarm.peer.context import stage_key
 from swarm.peer.link import Link, Refuse, RefusedBy
-from swarm.peer.reign import USUAL_WAITS, WAITING_TOLD_S
 from swarm.peer.stage_member import StageMember
 from swarm.peer.state_transfer import download
+from swarm.peer.waiting import USUAL_WAITS, Lasting
+from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
 from swarm.wire.records import PeerRecord
 
 logger = logging.getLogger(__name__)
-
-
-class _Lasting:
-    """What an operator is told once it lasts, and again each time that it becomes another."""
-
-    def __init__(self) -> None:
-        self._told = ""
-        self._tell_at = math.inf
-
-    def is_news(self, text: str) -> bool:
-        """Note that it is so now; "" is nothing to tell."""
-        now = asyncio.get_running_loop().time()
-        self._tell_at = min(self._tell_at, now + WAITING_TOLD_S)
-        is_news = now >= self._tell_at and text not in ("", self._told)
-        if is_news:
-            self._told = text
-        return is_news
 
 
 class Membership:
@@ -58,7 +41,10 @@ class Membership:
         #: The first record that listed this peer at another stage.
         self._moved_by: m.CommitRecord | None = None
         #: Why downloads fail, and what the run waits for, while this peer is no full member.
-        self._failing, self._waiting = _Lasting(), _Lasting()
+        self._failing, self._waiting = Lasting(), Lasting()
+        #: What the run waits for, as far as this peer heard; "" while it goes on.
+        self.waiting_for = ""
+        self._stillness: Stillness | None = None
         member.on_commit.append(lambda record: self._poke.set())
 
     @property
@@ -108,9 +94,14 @@ class Membership:
             listed = self._member.listed()
             wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
             if wanted and self.state != "draining":
-                self._tell_what_is_waited_for(await self._ask_to_join())
+                _, self.waiting_for = await self._ask_to_join()
+                if self._waiting.is_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
+                    logger.info(
+                        "stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, self.waiting_for
+                    )
             else:
-                self._failing, self._waiting = _Lasting(), _Lasting()
+                self._failing, self._waiting = Lasting(), Lasting()
+                await self._look_whether_the_run_waits()
             try:
                 # Pre-genesis and joining peers ask often; members wake up on records and look in rarely.
                 async with asyncio.timeout(timing.request_s / 8 if wanted else timing.request_s):
@@ -118,11 +109,28 @@ class Membership:
             except TimeoutError:
                 continue
 
-    def _tell_what_is_waited_for(self, joining: m.Joining | None) -> None:
-        """No record lists this peer for some time: in the coordinator's words, each time that they become others."""
-        wait = "a coordinator: no backbone or trainer answers" if joining is None else joining.waiting_for
-        if self._waiting.is_news("" if wait.startswith(USUAL_WAITS) else wait):
-            logger.info("stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, wait)
+    async def _look_whether_the_run_waits(self) -> None:
+        """A member is asked for nothing while another stage has nobody: its operator is told, if no step commits for long."""
+        timing, now = self._link.context.config.timing, asyncio.get_running_loop().time()
+        if self._stillness is None or not self._stillness.lasts(self._member.num_commits, now=now):
+            self.waiting_for = ""
+        self._stillness = self._stillness or Stillness(2 * timing.request_s, now)
+        if not self._stillness.is_due(self._member.num_commits, now=now):
+            return
+        waiting_for = await self._ask_what_the_run_waits_for()
+        if waiting_for not in ("", self.waiting_for) and not waiting_for.startswith(USUAL_WAITS):
+            logger.info("stage %d: the run waits for %s", self._member.stage, waiting_for)
+        self.waiting_for = waiting_for
+
+    async def _ask_what_the_run_waits_for(self) -> str:
+        for address in await self._coordinators():
+            try:
+                reply, _ = await self._link.ask(address, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError):
+                continue
+            if reply.ballot >= 0:
+                return str(reply.detail.get("waiting_for", ""))
+        return "a coordinator"
 
     async def _follow(self) -> None:
         """Do what the newest record asks of this peer."""
@@ -219,26 +227,28 @@ class Membership:
         except Refuse as refuse:
             logger.debug("record of step %d not taken over: %s", record.step, refuse)
 
-    async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> m.Joining | None:
-        """What the coordinator answered, if one did."""
+    async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> tuple[bool, str]:
+        """Whether a coordinator heard it, and what the run waits for in its words; else for one."""
         member, context = self._member, self._link.context
         head = None if leaving else await self._held_head()
         request = m.Join(
             run=context.run, stage=member.stage, member=context.member(ready=head is not None), head=head, leaving=leaving,
             lost=tuple(lost),
         )  # fmt: skip
+        waits = "a coordinator: no backbone or trainer answers"
         for address in await self._coordinators():
             try:
                 joining, _ = await self._link.ask(address, request, m.Joining)
             except RefusedBy as refused:
+                waits = "a coordinator: those who answer are not elected yet"
                 if refused.refusal.record is not None:
                     self._hear_of(refused.refusal.record)
             except (LinkError, RemoteError) as error:
                 logger.debug("join: %s: %s", address, error)
             else:
                 self.answered_by = address
-                return joining
-        return None
+                return True, joining.waiting_for
+        return False, waits
 
     async def _held_head(self) -> str | None:
         """Of the state that this peer holds, if that is the newest."""
@@ -256,4 +266,4 @@ class Membership:
 
         `lost` are tickets whose gradients go with it, because no commit took them in time.
         """
-        return await self._ask_to_join(leaving=True, lost=lost) is not None
+        return (await self._ask_to_join(leaving=True, lost=lost))[0]

@@ -16,10 +16,6 @@ from swarm.wire import messages as m
 
 #: Records kept for trainers that lag.
 MAX_RECORDS = 256
-#: Who waits for so long, in seconds, tells its operator what for, in the coordinator's words.
-WAITING_TOLD_S = 3.0
-#: How these begin for what every slow step waits for: that is no news.
-USUAL_WAITS = ("tickets", "seals", "averages", "nothing")
 
 Key = tuple[str, str]
 #: Finds the announced peers of every stage: a hint for where to look.

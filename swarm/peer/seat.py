@@ -1,6 +1,7 @@
 """Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
 
-Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members.
+Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members. While a
+stage has nobody, one candidate waits in the seat (`vigil.py`) instead of all out-bidding each other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from swarm.peer.announcing import find_coordinators, keep_announcing, member_of,
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator import Coordinator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
-from swarm.peer.reign import Demoted
+from swarm.peer.reign import Demoted, Key
+from swarm.peer.vigil import STATE, Patience, Vigil, found, in_words
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -36,8 +38,17 @@ class Seat:
         self.coordinator: Coordinator | None = None
         self._highest = 0
         self._retiring = False
-        #: The last failure to be elected that was logged.
-        self._told = ""
+        #: While a stage has nobody and this candidate waits for one.
+        self.vigil: Vigil | None = None
+        self._patience = Patience()
+        #: No candidacy before this time of the loop.
+        self._stand_at = 0.0
+        #: Times in a row that all stages were there for this peer, while another waits in the seat for one.
+        self._better = 0
+        #: Who was there when an election failed all the same.
+        self._met: set[Key] = set()
+        #: Failures to be elected that were logged.
+        self._told: set[str] = set()
         #: The coordinator as far as this peer knows; trainers lease from it.
         self.known: m.Member | None = None
         self.changed = asyncio.Event()
@@ -49,18 +60,37 @@ class Seat:
         link.register(m.Elect, self._on_elect)
         link.register(m.Operate, self._on_operate)
 
+    @property
+    def ballot(self) -> int:
+        """Counter of the ballot with which this peer coordinates or waits in the seat; -1 if it does neither."""
+        holder = self.coordinator or self.vigil
+        return -1 if holder is None else holder.ballot.counter
+
+    @property
+    def waiting_for(self) -> str:
+        """What the run waits for, if this peer coordinates or waits in the seat."""
+        holder = self.coordinator or self.vigil
+        return "" if holder is None else holder.waiting_for
+
     def _reigning(self) -> Coordinator:
         if self.coordinator is None:
-            raise Refuse("unknown", "this peer is not the coordinator")
+            waits = f": the run waits for {self.vigil.waiting_for}" if self.vigil is not None else ""
+            raise Refuse("unknown", f"this peer is not the coordinator{waits}")
         return self.coordinator
 
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
+        if self.vigil is not None:
+            return await self.vigil.on_lease(message)
         return await self._reigning().leasing.on_lease(message)
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
+        if self.vigil is not None and not message.leaving:
+            return self.vigil.on_join()
         return await self._reigning().on_join(message)
 
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
+        if self.vigil is not None:
+            return self.vigil.on_place()
         return self._reigning().on_place(message)
 
     async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
@@ -78,31 +108,45 @@ class Seat:
         """Watch and stand until this peer retires."""
         silent = 0
         while not self._retiring:
+            now = asyncio.get_running_loop().time()
             if await self._find():
                 silent = 0
-                await asyncio.sleep(self._timing.coordinator_s / 3)
+                if not await self._is_better_placed() or now < self._stand_at:
+                    await asyncio.sleep(self._timing.coordinator_s / 3)
+                    continue
+            elif now < self._stand_at:
+                await asyncio.sleep(min(self._stand_at - now, self._timing.coordinator_s / 3))
                 continue
-            silent += 1
+            else:
+                silent, self._better = silent + 1, 0
+                if silent <= self._rank:
+                    await asyncio.sleep(self._timing.coordinator_s / 2)
+                    continue
             # Candidates of equal rank draw lots, so that they rarely stand at once.
-            if silent <= self._rank:
-                await asyncio.sleep(self._timing.coordinator_s / 2)
-                continue
             await asyncio.sleep(self.context.rng.uniform(0.0, 0.3 if silent == 1 and self._rank == 0 else 1.0))
-            if await self._find():
+            if not self._better and await self._find():
                 continue
+            self._better = 0
             try:
                 await self._stand()
             except Demoted as demoted:
-                logger.info("no longer coordinator: %s", demoted)
+                logger.log(logging.INFO if self.coordinator is not None else logging.DEBUG, "no longer coordinator: %s", demoted)
             except (LinkError, RemoteError) as error:
                 self._warn(f"election failed: {error}")
             finally:
+                if self.coordinator is None:
+                    self._back_off()
                 self.coordinator = None
 
+    def _back_off(self, reason: str = "") -> None:
+        """A candidacy failed: the next ones come at random times, and ever later while nothing changes."""
+        again_s = self._patience.failed(reason)
+        self._stand_at = asyncio.get_running_loop().time() + again_s * self.context.rng.uniform(0.5, 1.0)
+
     def _warn(self, text: str) -> None:
-        """Candidates stand every second: what is the matter is said once, until it is something else."""
-        logger.log(logging.DEBUG if text == self._told else logging.WARNING, "%s", text)
-        self._told = text
+        """What is the matter is said once, until this peer is elected."""
+        logger.log(logging.DEBUG if text in self._told else logging.WARNING, "%s", text)
+        self._told.add(text)
 
     async def retire(self, until: float) -> None:
         """Stand no more. If this peer coordinates others, steps under way end first, until the loop's time `until`."""
@@ -116,10 +160,13 @@ class Seat:
                 await asyncio.sleep(0.05)
         await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
-    async def _find(self) -> bool:
-        """Is there a live coordinator? The last known is asked first, then those in the DHT."""
-        found = await find_coordinators(self._link)
-        candidates = ([self.known] if self.known is not None else []) + found
+    async def _find(self, *, above: Ballot | None = None) -> bool:
+        """Is there a live coordinator, or one who waits in the seat? The last known is asked first, then those in the DHT.
+
+        With `above` only one of a higher ballot counts.
+        """
+        announced = await find_coordinators(self._link)
+        candidates = ([self.known] if self.known is not None else []) + announced
         for member in candidates:
             if member.key == self.context.member().key:
                 continue
@@ -128,29 +175,70 @@ class Seat:
                     reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
             except (LinkError, RemoteError, TimeoutError):
                 continue
-            if reply.ballot >= 0:
+            if reply.ballot >= 0 and (above is None or (reply.ballot, member.peer) > above):
                 self._highest = max(self._highest, reply.ballot)
                 self._know(member)
                 self.heard = reply
                 return True
-        self._know(None)
+        if above is None:
+            self._know(None)
         return False
+
+    async def _is_better_placed(self) -> bool:
+        """Another candidate waits in the seat for a stage, and this one has seen all stages for some time: it may be cut off."""
+        if self.heard is None or self.heard.state != STATE:
+            self._better, self._stand_at = 0, 0.0  # somebody reigns: what kept this peer from it is over
+            self._patience.forget()
+            return False
+        there = await found(self._link, self._live_rosters, range(self.context.config.num_stages))
+        self._better = self._better + 1 if all(there.values()) else 0
+        return self._better > 3
+
+    async def _keep_vigil(self, ballot: Ballot, missing: list[int]) -> bool:
+        """Wait in the seat until `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
+        loop = asyncio.get_running_loop()
+        self._warn(f"not elected: the run waits for {in_words(missing)}")
+        self._back_off(str(missing))
+        self.vigil = Vigil(self._link, ballot, missing)
+        self._know(self.context.member())
+        announcing = self._tasks.start(
+            keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)), "announce"
+        )
+        try:
+            while not self._retiring:
+                await asyncio.sleep(self._timing.coordinator_s / 3)
+                if await self._find(above=ballot):
+                    return False
+                there = await found(self._link, self._live_rosters, missing)
+                keys = set().union(*there.values())
+                if all(there.values()) and (loop.time() >= self._stand_at or not keys <= self._met):
+                    self._met = keys
+                    return True
+            return False
+        finally:
+            announcing.cancel()
+            self.vigil = None
+            if self.known == self.context.member():
+                self._know(None)
 
     async def _stand(self) -> None:
         """One candidacy, and the reign that follows if it is elected: a reign ends by an exception only."""
-        ballot = Ballot(self._highest + 1, self.context.peer)
-        self._highest += 1
-        replies = await self._elect(ballot)
-        record: m.CommitRecord | None = None
-        for reply in replies:
-            if reply.record is not None and reply.record.newer_than(record):
-                record = reply.record
-        stages = {reply.stage for reply in replies}
-        if record is not None and len(stages) < self.context.config.num_stages:
-            missing = sorted(set(range(self.context.config.num_stages)) - stages)
-            self._warn(f"not elected: no member of stages {missing} answers")
-            return
-        self._told = ""
+        while True:
+            ballot = Ballot(self._highest + 1, self.context.peer)
+            self._highest += 1
+            replies = await self._elect(ballot)
+            record: m.CommitRecord | None = None
+            for reply in replies:
+                if reply.record is not None and reply.record.newer_than(record):
+                    record = reply.record
+            missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
+            if record is None or not missing:
+                break
+            if not await self._keep_vigil(ballot, missing):
+                return
+        self._told.clear()
+        self._met.clear()
+        self._patience.forget()
         coordinator = Coordinator(
             self._link, self._tasks, ballot, self._live_rosters, record=record,
             term_n=max((r.term.n for r in replies), default=0),
@@ -192,15 +280,17 @@ class Seat:
         """A candidate that nobody could tell of a record goes on looking: the run may have begun without it."""
         while coordinator.record is None:
             await asyncio.sleep(self._timing.request_s / 2)
-            for roster in await self._rosters():
-                for peer in roster[:2]:
-                    try:
-                        info, _ = await self._link.ask(member_of(peer), m.Hello(), m.RunInfo)
-                    except (LinkError, RemoteError):
-                        continue
-                    if info.record is not None and coordinator.record is None:
-                        await coordinator.demote(f"a record of step {info.record.step} exists already")
-                        return
+            announced = [x for roster in await self._live_rosters() for x in self.context.rng.sample(roster, min(len(roster), 4))]
+            for record in await together(*(self._record_of(member) for member in announced)):
+                if record is not None and coordinator.record is None:
+                    await coordinator.demote(f"a record of step {record.step} exists already")
+                    return
+
+    async def _record_of(self, member: m.Member) -> m.CommitRecord | None:
+        try:
+            return (await self._link.ask(member, m.Hello(), m.RunInfo))[0].record
+        except (LinkError, RemoteError):
+            return None
 
     async def _live_rosters(self) -> list[list[m.Member]]:
         return [[member_of(record) for record in roster] for roster in await self._rosters()]

@@ -157,6 +157,7 @@ class StagePeer:
             head=(member.record and member.held_head) or "", state=self.membership.state,
             detail={
                 "stage": self.stage, "total_steps": self.context.config.total_steps,
+                "waiting_for": self.membership.waiting_for[:200],
                 "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
                 "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),

@@ -18,11 +18,12 @@ from swarm.peer.context import PeerContext
 from swarm.peer.evaluating import Evaluator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.passes import Passes
-from swarm.peer.reign import USUAL_WAITS, WAITING_TOLD_S
 from swarm.peer.reports import Evaluation, FeedLike, StepReport, TicketReport
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.seat import Seat
 from swarm.peer.tries import Tries
+from swarm.peer.vigil import STATE
+from swarm.peer.waiting import USUAL_WAITS, Lasting
 from swarm.peer.whereabouts import AWAITED, MOST_S, TOLD_AFTER_S, whereabouts
 from swarm.peer.wiring import Wiring
 from swarm.policy.in_flight import InFlightControl
@@ -88,6 +89,8 @@ class Trainer:
         #: Of the newest steps, how many in a row trained nothing.
         self._num_faulty = 0
         self._last_commit_at = self._step_s = 0.0
+        #: A ticket was given up since the last commit.
+        self._gave_up = False
         self._running: dict[Ticket, asyncio.Task[None]] = {}
         #: Leased tickets that wait until one in flight is done: as many as finish while a question for work is answered.
         self._reserve: list[Ticket] = []
@@ -175,14 +178,15 @@ class Trainer:
         coordinator = self.seat.coordinator
         detail: dict[str, str | int | float | bool] = {
             "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.tries.num_retries,
-            "waiting_for": (coordinator or self).waiting_for[:200], "coordinator": coordinator is not None,
+            "waiting_for": (self.seat.waiting_for or self.waiting_for)[:200], "coordinator": coordinator is not None,
             "total_steps": self.context.config.total_steps,
         }  # fmt: skip
         return m.StatusReply(
             role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else -1,
-            head=self.record.head if self.record else "", state="finished" if self.finished else "training",
+            head=self.record.head if self.record else "",
+            state="finished" if self.finished else STATE if self.seat.vigil is not None else "training",
             detail=detail, stages=self.record.members if self.record else (),
-            ballot=coordinator.ballot.counter if coordinator is not None else -1,
+            ballot=self.seat.ballot,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ leases
@@ -290,21 +294,21 @@ class Trainer:
         What every step waits for is told once that takes long, with who is at it.
         """
         loop = asyncio.get_running_loop()
-        told, since, long_s = "", self._last_commit_at, TOLD_AFTER_S
+        waiting, since, long_s = Lasting(), self._last_commit_at, TOLD_AFTER_S
         while True:
             await asyncio.sleep(1.0)
             if self._last_commit_at != since:
-                told, since, long_s = "", self._last_commit_at, min(MOST_S, max(TOLD_AFTER_S, 2 * self._step_s))
+                waiting, since = Lasting(), self._last_commit_at
+                long_s = min(MOST_S, max(TOLD_AFTER_S, 2 * self._step_s))
             waited_s, record = loop.time() - since, self.record
-            if waited_s < WAITING_TOLD_S or self.finished:
+            if waited_s < 1.0 or self.finished:
                 continue
             self.waiting_for = await self._hear()
             if waited_s >= long_s and record is not None and self.waiting_for.startswith(AWAITED):
                 long_s *= 2
                 self._on_waiting(await whereabouts(self.link, record, self.waiting_for.split()[0]))
-            if self.waiting_for not in ("", told) and not self.waiting_for.startswith(USUAL_WAITS):
-                told = self.waiting_for
-                self._on_waiting(told)
+            if waiting.is_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
+                self._on_waiting(self.waiting_for)
 
     async def _hear(self) -> str:
         """What the run waits for. Whose tickets are all stuck asks for no others: this renews them, and brings new records."""
@@ -353,7 +357,7 @@ class Trainer:
                 retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
                 self._step_s = now - self._last_commit_at
                 self._on_step(StepReport(record, self._step_s, retries, round_trips))
-                self._last_commit_at, self.tries.num_retries = now, 0
+                self._last_commit_at, self.tries.num_retries, self._gave_up = now, 0, False
                 self._num_faulty = self._num_faulty + 1 if is_faulty(record) else 0
             else:
                 self._last_commit_at = loop.time()
@@ -373,7 +377,9 @@ class Trainer:
         try:
             accumulated = await self.tries.train(ticket)
         except Refuse as refused:
-            logger.warning("ticket %s given up: %s", tuple(ticket), refused)
+            # While a stage has nobody they are leased and given up again and again.
+            logger.log(logging.DEBUG if self._gave_up else logging.WARNING, "ticket %s given up: %s", tuple(ticket), refused)
+            self._gave_up = True
         else:
             self._done[ticket] = accumulated
             self._ticket_s = _averaged(self._ticket_s, loop.time() - began)

@@ -123,14 +123,21 @@ class Listing:
             del self._joiners[key]
 
     def bare_stages(self) -> list[int]:
-        """Stages of which all that the newest record lists as ready are asking to join without the state of its head."""
+        """Stages of which all that the newest record lists as ready ask to join without the state of its head, or are gone.
+
+        A listed member that died asks for nothing: it must not keep the others waiting for what it held.
+        """
         record, since = self._reign.newest, self._reign.now - self._reign.timing.request_s
 
         def is_bare(member: m.Member) -> bool:
             joiner = self._joiners.get(member.key)
             return joiner is not None and joiner.seen >= since and joiner.head != record.head
 
-        ready = [[x for x in members if x.ready] for members in record.members]
+        silent = self._reign.link.presence.liveness.silent(x.key for members in record.members for x in members)
+        ready = [
+            [x for x in members if x.ready and x.key not in silent and not self._leads.is_struck(stage, x.key)]
+            for stage, members in enumerate(record.members)
+        ]
         return [stage for stage, members in enumerate(ready) if members and all(map(is_bare, members))]
 
     # ------------------------------------------------------------------------------------------------ the first record

@@ -94,21 +94,19 @@ class Passes:
         try:
             result = await call_stage(self._link, route, request, buffers, stage=0, progress=Progress())
         except RefusedBy as refused:  # from further down
-            if refused.code != "failed_everywhere" or self.wiring.is_whole(route, refused.refusal.stage):
-                raise
-            raise RemoteError(f"all that may be tried now: {refused}") from None
+            stage = refused.refusal.stage
+            if refused.code == "failed_everywhere" and not self.wiring.is_whole(route, stage):
+                raise RemoteError(f"all that may be tried now: {refused}") from None
+            if refused.code == "no_candidate" and stage is not None and stage < len(route):
+                for candidate in route[stage]:
+                    self._link.presence.doubt(candidate, "the stage before could not use it")
+            raise
         except Refuse as refused:  # every candidate of stage 0 failed
             if refused.code == "failed_everywhere" and self.wiring.is_whole(route, 0):
                 raise
             for candidate in route[0]:
                 failed(0, candidate.peer, 0.0)
             raise RemoteError(str(refused)) from None
-        except RefusedBy as refused:
-            stage = refused.refusal.stage
-            if refused.code == "no_candidate" and stage is not None and stage < len(route):
-                for candidate in route[stage]:
-                    self._link.presence.doubt(candidate, "the stage before could not use it")
-            raise
         for member, _, waited_s in result.failed:
             failed(0, member.peer, waited_s)
         for hop in result.trained.hops:

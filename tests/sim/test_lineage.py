@@ -707,8 +707,9 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
     run_virtual(main())
 
 
-def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(tmp_path, monkeypatch, caplog):
-    """Whatever led to it: members that a record lists as ready ask to join without its state, all of a stage, for long."""
+@pytest.mark.parametrize("number", [None, 0, 1], ids=["all_live", "the_leader_dies", "another_dies"])
+def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(number, tmp_path, monkeypatch, caplog):
+    """Whatever led to it: members that a record lists as ready ask to join without its state, all of a stage that live."""
     config = small_config(total_steps=9, checkpoint_every=3, timing={"stage_lost_s": 8.0})
 
     async def main():
@@ -728,6 +729,9 @@ def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(
             async with asyncio.timeout(10.0):
                 while coordinator.record.era == 0:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+        if number is not None:
+            keys = [x.key for x in coordinator.record.members[1]]
+            await simulation.kill(next(n.name for n in simulation.nodes.values() if n.peer.context.member().key == keys[number]))
         await simulation.finish(within_s=60.0)
         check(simulation, lineages=True)
         assert max(record.era for record in simulation.commits.values()) == 2

@@ -20,7 +20,7 @@ from swarm.lifecycle.order import changed, fault_of, is_stopped
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.leasing import Leasing
-from swarm.peer.lineage import Lineage
+from swarm.peer.lineage import NUM_ASKED_AT_START, Lineage
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.listing import Listing
 from swarm.peer.rebalancing import Rebalancing
@@ -90,6 +90,17 @@ class Coordinator:
         """End the reign: whoever waits in it learns of it now."""
         self._reign.demote(reason)
         await self._reign.notify()
+
+    async def doubt(self) -> None:
+        """A candidate that nobody could tell of a record goes on looking for one, until it has written the first."""
+        while self.record is None:
+            await asyncio.sleep(self._timing.request_s / 2)
+            try:
+                await self._lineage.require_not_begun(4)
+            except Demoted as demoted:
+                if self.record is None:
+                    await self.demote(str(demoted))
+                return
 
     async def retire(self) -> None:
         """End the steps that tickets were leased of, and then the reign: the next coordinator finds nothing under way."""
@@ -194,6 +205,7 @@ class Coordinator:
             ready_since = reign.now if ready_since is None else ready_since
             record, reason = await self._lineage.starting_record(peers, era=0, waited_s=reign.now - ready_since)
             if record is not None:
+                await self._lineage.require_not_begun(NUM_ASKED_AT_START)
                 break
             if reign.waiting_for != reason:
                 logger.warning("waiting for %s", reason)

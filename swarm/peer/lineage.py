@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Announced peers that no record lists are told the newest record, so many at once.
 MAX_TOLD = 64
+#: Announced peers of each stage that are asked, before the run begins, whether it has begun.
+NUM_ASKED_AT_START = 32
 #: The peer has nothing for this run's stage; any other refusal says nothing of what it holds.
 _HOLDS_NOTHING = {"wrong_run", "wrong_stage"}
 
@@ -269,6 +271,26 @@ class Lineage:
 
         answers = await together(*(together(*(takes(x) for x in xs)) for xs in record.members))
         return [k for k, found in enumerate(answers) if not any(found)]
+
+    async def require_not_begun(self, num_asked: int) -> None:
+        """Ask announced peers, up to `num_asked` of each stage, for a record: the run may have begun without this coordinator.
+
+        Nobody could tell a candidate of one that was cut off when it stood, and newcomers who ask it know of none either.
+
+        Raises:
+            Demoted: somebody has one.
+        """
+        rosters, rng = await self._reign.rosters(), self._reign.context.rng
+        announced = [x for roster in rosters for x in rng.sample(roster, min(len(roster), num_asked))]
+        for record in await together(*(self._record_of(member) for member in announced)):
+            if record is not None:
+                raise Demoted(f"a record of step {record.step} exists already")
+
+    async def _record_of(self, member: m.Member) -> m.CommitRecord | None:
+        try:
+            return (await self._reign.link.ask(member, m.Hello(), m.RunInfo))[0].record
+        except (LinkError, RemoteError):
+            return None
 
     async def survey_loop(self, joining: Callable[[], Container[Key]]) -> None:
         """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""

@@ -268,29 +268,13 @@ class Seat:
             self._tasks.start(coordinator.survey(), "survey"),
         ]
         if record is None:
-            helpers.append(self._tasks.start(self._doubt(coordinator), "look for a record"))
+            helpers.append(self._tasks.start(coordinator.doubt(), "look for a record"))
         try:
             await coordinator.run(prepared)
             await asyncio.Event().wait()  # goes on answering trainers and newcomers
         finally:
             for helper in helpers:
                 helper.cancel()
-
-    async def _doubt(self, coordinator: Coordinator) -> None:
-        """A candidate that nobody could tell of a record goes on looking: the run may have begun without it."""
-        while coordinator.record is None:
-            await asyncio.sleep(self._timing.request_s / 2)
-            announced = [x for roster in await self._live_rosters() for x in self.context.rng.sample(roster, min(len(roster), 4))]
-            for record in await together(*(self._record_of(member) for member in announced)):
-                if record is not None and coordinator.record is None:
-                    await coordinator.demote(f"a record of step {record.step} exists already")
-                    return
-
-    async def _record_of(self, member: m.Member) -> m.CommitRecord | None:
-        try:
-            return (await self._link.ask(member, m.Hello(), m.RunInfo))[0].record
-        except (LinkError, RemoteError):
-            return None
 
     async def _live_rosters(self) -> list[list[m.Member]]:
         return [[member_of(record) for record in roster] for roster in await self._rosters()]

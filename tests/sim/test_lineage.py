@@ -13,7 +13,7 @@ from phases import finish_from, kind
 from simulation import Simulation, check
 from small_model import small_config
 
-from swarm.base.errors import StorageError
+from swarm.base.errors import LinkBroken, StorageError
 from swarm.base.ids import Ballot
 from swarm.base.virtual_time import run_virtual
 from swarm.lifecycle.record import restoring_record
@@ -739,3 +739,42 @@ def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(
 
     run_virtual(main())
     assert "no member of stages [0, 1, 2] has held the state of step 1 for 8 s" in caplog.text
+
+
+def test_a_candidate_that_was_cut_off_does_not_begin_the_run_again():
+    """Newcomers elect it, and neither they nor it know of a record: those who do must be asked before the first is written."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=30), seed=1, forward_s=0.2)
+        await simulation.start(peers_per_stage=1, trainers=2)
+        await after_steps(simulation, 2)
+        simulation.partition(["trainer1"])
+        others = [node.address for name, node in simulation.nodes.items() if name != "trainer1"]
+        for stage in range(3):
+            for other in others:
+                simulation.network.cut(simulation.next_address, other)
+            await simulation.add_stage_peer(f"stage{stage}.late", stage)
+        stood, begun = asyncio.Event(), []
+
+        async def meet(call):
+            asks = call.source == simulation.nodes["trainer1"].address
+            if asks and isinstance(call.message, m.Commit) and call.message.record.step < 0:
+                begun.append(call.message.record)
+            elif asks and isinstance(call.message, m.Holdings):  # all that is left before the first record
+                simulation.heal_partition()
+                stood.set()
+            elif asks and isinstance(call.message, m.Hello) and not stood.is_set():
+                raise LinkBroken("lost (injected)")
+
+        simulation.before_request.append(meet)
+        simulation.dht_network.heal()
+        async with asyncio.timeout(60.0):
+            await stood.wait()
+        await simulation.finish()
+        check(simulation)
+        assert not begun, "the run was begun again"
+        members = max(simulation.commits.items())[1].members
+        assert [len(xs) for xs in members] == [2, 2, 2], "the newcomers have joined the run"
+        await simulation.close()
+
+    run_virtual(main())

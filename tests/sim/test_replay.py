@@ -99,12 +99,12 @@ def test_another_kind_of_device_accuses_nobody(healthy, capsys):
     argv = ["--checkpoints", str(healthy), "--step", "5", "--device", "cuda:0", "--log-format", "json"]
     assert replay(argv) == 0
     stages, verdict = said(capsys)
-    assert verdict["tolerance"] == 1.3e-2
+    assert verdict["tolerance"] == 6.4e-3
     assert "stages 0, 1, 2 on cuda here, on cpu there" in verdict["message"]
     names = ("output", "parameters", "gradient", "loss")
     pairs = [(line[name], line[f"{name}_here"]) for line in stages for name in names if line.get(name) is not None]
     worst = max(abs(one / other - 1) for one, other in pairs)
-    assert 0 < worst < 1.3e-2 / 4, f"{worst:.1e}: the default leaves little room"
+    assert 0 < worst < 6.4e-3 / 4, f"{worst:.1e}: the default leaves little room"
 
 
 def test_an_overflow_has_no_norm_and_stops_nobody(tmp_path, capsys):

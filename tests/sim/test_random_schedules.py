@@ -1,4 +1,4 @@
-"""Promises 1 to 4 and the invariants under random faults: the first 300 seeds; `benchmarks/chaos.py` runs thousands."""
+"""Promises 1 to 4 and the invariants under random faults: the first 100 seeds; `benchmarks/chaos.py` runs thousands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 from schedules import KINDS, Schedule, run_schedule, run_seeds
 
-NUM_SCHEDULES = 300
+NUM_SCHEDULES = 100
 
 
 def test_promises_hold_under_random_faults():

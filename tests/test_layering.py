@@ -1,4 +1,4 @@
-"""The layers of DESIGN.md, checked on the syntax tree: imports point down only, and what must be absent is absent."""
+"""The layers of docs/design.md, checked on the syntax tree: imports point down only, and what must be absent is absent."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which head the run goes on from: at its start, when a stage was lost, and when two lineages meet.
 
-Owns the search (who lives, who holds what) and the rules of DESIGN.md, "Lineage"; `policy/restore.py` chooses, the
+Owns the search (who lives, who holds what) and the rules of docs/design.md, "Lineage"; `policy/restore.py` chooses, the
 coordinator publishes.
 """
 

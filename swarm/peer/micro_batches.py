@@ -1,6 +1,6 @@
 """Serves `train` requests at a stage peer: forward, the next hop, backward, accumulate, answer with the input gradient.
 
-One nested request carries the round trip (DESIGN.md, "The life of a micro-batch"). Must not know how steps end.
+One nested request carries the round trip (docs/design.md, "The life of a micro-batch"). Must not know how steps end.
 """
 
 from __future__ import annotations

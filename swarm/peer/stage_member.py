@@ -1,7 +1,7 @@
 """A stage peer's part in steps that have not committed: ledgers, seals, ballots. Owns accumulators and promises.
 
 Must not route micro-batches and must not lead: `stage_leader` and `micro_batches` use what is here. The rules are those
-of DESIGN.md, "The life of a step"; the tables are in `lifecycle/step.py`.
+of docs/design.md, "The life of a step"; the tables are in `lifecycle/step.py`.
 """
 
 from __future__ import annotations

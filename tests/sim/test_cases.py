@@ -1,4 +1,4 @@
-"""CASES.md rows 8, 10, 11, 12 and 13 in virtual time, and overflow as torch's GradScaler handles it."""
+"""docs/cases.md rows 8, 10, 11, 12 and 13 in virtual time, and overflow as torch's GradScaler handles it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interleaved weighted round robin: the oracle of METHODS.md, and the faults of earlier systems that must not return."""
+"""Interleaved weighted round robin: the oracle of docs/methods.md, and the faults of earlier systems that must not return."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RATES_4_2_1 = {A: 0.25, B: 0.5, C: 1.0}
 
 @pytest.mark.parametrize("seed", range(10))
 def test_work_is_shared_in_proportion_to_speed(seed: int) -> None:
-    """METHODS.md: rates 4:2:1 receive 700 micro-batches as 400:200:100 (+-1), any 9 in a row hold one for each."""
+    """docs/methods.md: rates 4:2:1 receive 700 micro-batches as 400:200:100 (+-1), any 9 in a row hold one for each."""
     stage = router(A, B, C, seed=seed)
     for key, seconds in RATES_4_2_1.items():
         stage.observe(key, seconds, 1)

@@ -18,7 +18,7 @@ from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator import Coordinator
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.peer.reign import Demoted, Key
-from swarm.peer.vigil import STATE, Patience, Vigil, found, in_words
+from swarm.peer.vigil import STATE, BackOff, Vigil, found, in_words
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -40,7 +40,7 @@ class Seat:
         self._retiring = False
         #: While a stage has nobody and this candidate waits for one.
         self.vigil: Vigil | None = None
-        self._patience = Patience()
+        self._pause = BackOff()
         #: No candidacy before this time of the loop.
         self._stand_at = 0.0
         #: Times in a row that all stages were there for this peer, while another waits in the seat for one.
@@ -140,7 +140,7 @@ class Seat:
 
     def _back_off(self, reason: str = "") -> None:
         """A candidacy failed: the next ones come at random times, and ever later while nothing changes."""
-        again_s = self._patience.failed(reason)
+        again_s = self._pause.failed(reason)
         self._stand_at = asyncio.get_running_loop().time() + again_s * self.context.rng.uniform(0.5, 1.0)
 
     def _warn(self, text: str) -> None:
@@ -188,7 +188,7 @@ class Seat:
         """Another candidate waits in the seat for a stage, and this one has seen all stages for some time: it may be cut off."""
         if self.heard is None or self.heard.state != STATE:
             self._better, self._stand_at = 0, 0.0  # somebody reigns: what kept this peer from it is over
-            self._patience.forget()
+            self._pause.forget()
             return False
         there = await found(self._link, self._live_rosters, range(self.context.config.num_stages))
         self._better = self._better + 1 if all(there.values()) else 0
@@ -238,7 +238,7 @@ class Seat:
                 return
         self._told.clear()
         self._met.clear()
-        self._patience.forget()
+        self._pause.forget()
         coordinator = Coordinator(
             self._link, self._tasks, ballot, self._live_rosters, record=record,
             term_n=max((r.term.n for r in replies), default=0),

@@ -29,7 +29,7 @@ def in_words(stages: Sequence[int]) -> str:
     return f"a live member of stage{'s' if len(stages) > 1 else ''} {names}: without one no coordinator is elected"
 
 
-class Patience:
+class BackOff:
     """How long a candidate waits between candidacies that fail for one reason."""
 
     def __init__(self) -> None:

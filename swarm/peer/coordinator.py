@@ -157,7 +157,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ the reign
 
     async def run(self, prepared: dict[int, m.StageResult]) -> None:
-        """Reign until the run is finished.
+        """Reign, also once the run is finished: the reign ends by an exception only.
 
         Args:
             prepared: for each stage the prepared attempt of the next step that a live member holds; if every stage has
@@ -174,17 +174,32 @@ class Coordinator:
         self.leasing.paused = self._is_paused
         self.leasing.open_pools()
         await self._or_set_back(self._recover())
-        while (step := self._reign.newest.step + 1) < self._config.total_steps:
-            self.leasing.finished = self._is_stopped
-            if self.leasing.finished:
+        told = False
+        while True:
+            step = self._reign.newest.step + 1
+            is_over = step == self._config.total_steps
+            self.leasing.finished = is_over or self._is_stopped
+            if is_over:
+                self._reign.waiting_for = "nothing: the run is finished"
+                if not told:
+                    logger.info("the run is done: its %d steps have committed", self._config.total_steps)
+                    await self._reign.notify()
+                told = True
+                await self._or_set_back(self._watch_over_the_end())
+            elif self._is_stopped:
                 self._reign.waiting_for = f"an operator: the run was stopped after step {step}"
                 await self._reign.wait(self._timing.record_ttl_s)
             else:
                 await self._or_set_back(self._end_step(step))
-        self.leasing.finished = True
-        self._reign.waiting_for = "nothing: the run is finished"
-        logger.info("the run is done: its %d steps have committed", self._config.total_steps)
-        await self._reign.notify()
+
+    async def _watch_over_the_end(self) -> None:
+        """No step follows in which it would show that nobody holds what the last one made.
+
+        Raises:
+            StageLost: those who should do not.
+        """
+        await asyncio.sleep(self._timing.coordinator_s)
+        self._look_for_bare_stages()
 
     async def survey(self) -> None:
         """For the whole reign, also once the run is finished: who was cut off meanwhile still waits for its last record."""
@@ -233,13 +248,16 @@ class Coordinator:
             await work
         except StageLost as lost:
             logger.error("%s", lost)
-            record = await self._lineage.set_back()
-            self.leasing.pools.clear()
-            self._reign.lost.clear()
-            await self._publish(record, (x for xs in self._reign.newest.members for x in xs))
+            await self._or_set_back(self._set_back())
         except Rivalry as rivalry:
             record = await self._lineage.settle(rivalry.record)
             await self._publish(record, (x for xs in rivalry.record.members for x in xs))
+
+    async def _set_back(self) -> None:
+        record = await self._lineage.set_back()
+        self.leasing.pools.clear()
+        self._reign.lost.clear()
+        await self._publish(record, (x for xs in self._reign.newest.members for x in xs))
 
     # ------------------------------------------------------------------------------------------------ one step
 

@@ -38,8 +38,11 @@ class Membership:
         self.on_move: Callable[[int], None] = lambda stage: None
         #: The coordinator that last answered; a hint for people, since there may be two.
         self.answered_by: m.Member | None = None
-        #: The first record that listed this peer at another stage.
-        self._moved_by: m.CommitRecord | None = None
+        #: The first record that no longer listed this peer at its stage.
+        self._gone_since: m.CommitRecord | None = None
+        #: A record left this peer out: its state may be wrong, or the only one. It is kept for a set-back alone, until another
+        #: member is seen to hold it.
+        self._left_out = False
         #: Why downloads fail, and what the run waits for, while this peer is no full member.
         self._failing, self._waiting = Lasting(), Lasting()
         #: What the run waits for, as far as this peer heard; "" while it goes on.
@@ -54,7 +57,8 @@ class Membership:
     @property
     def coming(self) -> bool:
         """Others may have heard before this peer that a record lists it: it has a state, and serves in a moment."""
-        return self.state in ("waiting", "syncing") and self._member.record is not None and self._member.queued is None
+        has_state = self._member.record is not None and self._member.queued is None and not self._left_out
+        return self.state in ("waiting", "syncing") and has_state
 
     def drain(self) -> None:
         self._move("drain")
@@ -139,7 +143,9 @@ class Membership:
             record = member.record
             if record is not None:
                 self._heed(record)
-        if record is not None and self.state == "moving":
+        if record is not None and self._left_out:
+            await self._let_go(record)
+        elif record is not None and self.state == "moving":
             await self._hand_over(record)
         elif record is not None and self.state == "syncing":
             await self._synchronise(record)
@@ -154,10 +160,12 @@ class Membership:
                 if self.state == "serving":
                     logger.warning("record of step %d no longer lists this peer: joining again", record.step)
                 self._move("excluded")
-                # Being left out may mean that this peer's state is wrong: it downloads it anew.
-                member.queued = []
+                # Being left out may mean that this peer's state is wrong: it downloads it anew, once another has it.
+                self._left_out = self._left_out or member.queued is None
             return
-        self._moved_by = None
+        if self._left_out and not (listed.ready and member.up_to_date):
+            return
+        self._left_out, self._gone_since = False, None
         if self.state in ("waiting", "moving"):
             self._move("listed_ready" if listed.ready and member.up_to_date else "listed")
         if self.state == "serving" and not member.up_to_date:
@@ -172,13 +180,28 @@ class Membership:
     async def _hand_over(self, record: m.CommitRecord) -> None:
         """Go once a live member of the old stage is seen: this peer may be the last that holds its state."""
         target = self._member.listed_elsewhere()
-        if target is None:
-            return
-        self._moved_by = first = self._moved_by or record
-        others = [x for x in record.members[self._member.stage] if x.ready]
-        went_on = others and (record.era, record.step) > (first.era, first.step)
-        if went_on or any([await self._holds(x, record) for x in others]):
+        if target is not None and await self._others_hold(record):
             self.on_move(target)
+
+    async def _let_go(self, record: m.CommitRecord) -> None:
+        """Drop the state that this peer was left out with, once another is seen to hold it, and download it anew."""
+        if not await self._others_hold(record):
+            return
+        async with self._member.settled():
+            listed = self._member.listed()
+            if listed is not None and listed.ready and self._member.up_to_date:
+                return  # the run was set back to this state meanwhile
+            self._member.queued = []
+            self._left_out = False
+        self._poke.set()
+
+    async def _others_hold(self, record: m.CommitRecord) -> bool:
+        """The state of this peer's stage at `record`, which does not list it as one who does."""
+        self._gone_since = first = self._gone_since or record
+        others = [x for x in record.members[self._member.stage] if x.ready and x.key != self._member.me.key]
+        if others and (record.era, record.step) > (first.era, first.step):
+            return True  # the stage went on
+        return any([await self._holds(x, record) for x in others])
 
     async def _holds(self, other: m.Member, record: m.CommitRecord) -> bool:
         try:
@@ -254,7 +277,8 @@ class Membership:
         """Of the state that this peer holds, if that is the newest."""
         member = self._member
         async with member.settled():
-            return member.held_head if member.record is None or member.up_to_date else None
+            is_newest = member.record is None or (member.up_to_date and not self._left_out)
+            return member.held_head if is_newest else None
 
     async def _coordinators(self) -> list[m.Member]:
         known = [self._member.coordinator] if self._member.coordinator is not None else []

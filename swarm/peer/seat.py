@@ -271,7 +271,6 @@ class Seat:
             helpers.append(self._tasks.start(coordinator.doubt(), "look for a record"))
         try:
             await coordinator.run(prepared)
-            await asyncio.Event().wait()  # goes on answering trainers and newcomers
         finally:
             for helper in helpers:
                 helper.cancel()

@@ -463,7 +463,8 @@ class Simulation:
         for node in self.nodes.values():
             if node.running is not None and node.running.done():
                 node.running.result()
-        until = asyncio.get_running_loop().time() + 60.0  # a peer of each stage holds what it made: some may hang still
+        # A peer of each stage holds what it made: some may hang still, and what was let go is noticed after a while.
+        until = asyncio.get_running_loop().time() + 60.0 + self.config.timing.stage_lost_s
         while not all(self._holders(stage) for stage in range(self.config.num_stages)):
             assert asyncio.get_running_loop().time() < until, f"a stage has no holder of the last step; {self.describe()}"
             await asyncio.sleep(0.5)

@@ -225,6 +225,38 @@ def test_a_sole_holder_that_looks_around_as_it_learns_of_a_commit(seed):
     run_checked(main(), seed=seed)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("steps", [2, 5], ids=["under_way", "after_the_last_step"])
+def test_who_is_left_out_keeps_its_state_until_another_is_seen_to_hold_it(steps, seed):
+    """The newest version of a record lists one member, which has no state: what those that it leaves out hold is all there is."""
+
+    async def main():
+        simulation = Simulation(small_config(total_steps=5, timing={"stage_lost_s": 8.0}), seed=36, forward_s=0.1)
+        await simulation.start(peers_per_stage=3, trainers=1)
+        await committed(simulation, steps)
+        record = simulation.commits[steps - 1]
+        bare, *left_out = (node_of(simulation, member).peer for member in record.members[1])
+        async with asyncio.timeout(5.0):
+            while not all(peer.member.up_to_date for peer in (bare, *left_out)):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        bare.member.queued = []
+        members = (record.members[0], record.members[1][:1], record.members[2])
+        coordinator = next(n.peer.seat.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
+        ballot = record.ballot._replace(counter=record.ballot.counter + 1)
+        await coordinator._publish(record.model_copy(update={"ballot": ballot, "members": members}), record.members[1][1:])
+        await asyncio.sleep(5.0)
+        assert {peer.membership.state for peer in left_out} == {"waiting"}
+        await simulation.finish()
+        await asyncio.sleep(10.0)
+        assert simulation.commits[4].era == 1, "the run went on from what was kept"
+        assert all(peer.member.discarded_steps == 0 for peer in simulation.stage_peers())
+        assert all(peer.membership.serving for peer in simulation.stage_peers())
+        check(simulation)
+        await simulation.close()
+
+    run_checked(main(), seed=seed)
+
+
 def test_a_link_cut_between_two_members_that_the_leader_still_reaches():
     """Both answer the leader, but their round fails: one end is struck, and the step commits with the others."""
 

@@ -1,7 +1,8 @@
 """How a stage peer becomes, stays and stops being a member: joins, downloads state, catches up, announces itself.
 
 Owns the peer's life (`lifecycle/peer.py`). A peer that a record leaves out, or that cannot follow a record, starts
-again from a snapshot: it never serves a state that others did not agree on.
+again from a snapshot: it never serves a state that others did not agree on. Left out, it keeps what it has until another is seen
+to hold it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ from schedules import KINDS, Result, Schedule, run_schedule, run_seeds
 NUM_SCHEDULES = 40
 TWICE = 5
 
-pytestmark = pytest.mark.xdist_group("random schedules")
-
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from launch.devices import resolve_device
-from launch.models import weights_for
+from launch.processes.devices import resolve_device
+from launch.run.models import weights_for
 from models.registry import factory_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Ticket

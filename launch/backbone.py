@@ -14,10 +14,10 @@ from launch.arguments import (
     add_network_options,
     add_run_options,
 )
-from launch.devices import available_memory, before_importing_torch, use_threads
-from launch.logs import Announcer
-from launch.reports import NO_REPORTS, Reports
-from launch.runner import main_of, run_peer
+from launch.processes.devices import available_memory, before_importing_torch, use_threads
+from launch.processes.logs import Announcer
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of, run_peer
 from swarm.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.composing import announce, compose
+    from launch.run.composing import announce, compose
     from swarm.peer.backbone import Backbone
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)

@@ -14,9 +14,9 @@ from launch.arguments import (
     positive_int,
     positive_seconds,
 )
-from launch.logs import Announcer
-from launch.reports import NO_REPORTS, Reports
-from launch.runner import main_of
+from launch.processes.logs import Announcer
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of
 from launch.status import answer_of
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address
@@ -49,7 +49,7 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
         SwarmError: nobody answers, nobody coordinates, or it is refused; the text says why.
     """
     from swarm.base.config import run_id_of
-    from swarm.net.http import HttpTransport
+    from swarm.net.http.transport import HttpTransport
     from swarm.wire.messages import Hello, Operate, Operated, Refusal, RunInfo
 
     transport = HttpTransport(connect_s=timeout_s)

@@ -23,11 +23,11 @@ from launch.arguments import (
     peer_address,
     positive_seconds,
 )
-from launch.logs import Announcer
-from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
-from launch.reports import NO_REPORTS, Reports
-from launch.runner import main_of
-from launch.state_directory import is_state_directory
+from launch.processes.logs import Announcer
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of
+from launch.processes.state_directory import is_state_directory
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
@@ -88,8 +88,8 @@ Exported = tuple[RunConfig, "dict[str, torch.Tensor]", int, str]
 
 
 def _from_checkpoints(options: Namespace) -> Exported:
-    from swarm.stage.checkpoint import StageCheckpoint
-    from swarm.stage.whole_checkpoint import use_complete
+    from swarm.stage.saved.checkpoint import StageCheckpoint
+    from swarm.stage.saved.whole_checkpoint import use_complete
 
     found = use_complete(options.checkpoints, StageCheckpoint.parameters, step=options.step, best=options.best)
     config = parse_config_bytes(found[0][0].config_bytes)
@@ -99,9 +99,9 @@ def _from_checkpoints(options: Namespace) -> Exported:
 
 
 async def _from_peers(options: Namespace, address: Address) -> Exported:
-    from swarm.net.http import HttpTransport
+    from swarm.net.http.transport import HttpTransport
     from swarm.peer.joining import fetch_run
-    from swarm.peer.live_state import fetch_parameters
+    from swarm.peer.stage.live_state import fetch_parameters
 
     if options.step is not None or options.best:
         raise ConfigError("--step and --best choose among checkpoints: a live run has its newest head only")

@@ -17,12 +17,12 @@ from launch.arguments import (
     existing_path,
     size_bytes,
 )
-from launch.logs import console
-from launch.models import require_whole
-from launch.reports import NO_REPORTS, Reports
-from launch.run_files import build_config, read_run_file, with_model
-from launch.runner import main_of
-from launch.stage_plan import StageRow, plan_of, with_stages
+from launch.processes.logs import console
+from launch.run.models import require_whole
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.run.run_files import build_config, read_run_file, with_model
+from launch.processes.runner import main_of
+from launch.run.stage_plan import StageRow, plan_of, with_stages
 from swarm.base.config import RunConfig
 
 if TYPE_CHECKING:

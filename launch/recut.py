@@ -17,12 +17,12 @@ from launch.arguments import (
     existing_path,
     local_path,
 )
-from launch.local_plan import RUN_FILE
-from launch.logs import Announcer
-from launch.models import TOKENIZER_DIRECTORY, copy_tokenizer
-from launch.reports import NO_REPORTS, Reports
-from launch.run_files import RunFile, build_config, still_needed
-from launch.runner import main_of
+from launch.local_swarm.plan import RUN_FILE
+from launch.processes.logs import Announcer
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.run.run_files import RunFile, build_config, still_needed
+from launch.processes.runner import main_of
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
 
@@ -63,9 +63,9 @@ def new_config(old: RunConfig, options: Namespace) -> RunConfig:
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     from models.registry import factory_of
-    from swarm.stage.checkpoint import StageCheckpoint
-    from swarm.stage.fork import fork, step_after
-    from swarm.stage.whole_checkpoint import use_complete
+    from swarm.stage.saved.checkpoint import StageCheckpoint
+    from swarm.stage.saved.fork import fork, step_after
+    from swarm.stage.saved.whole_checkpoint import use_complete
 
     if options.out.exists():
         raise ConfigError(f"--out {options.out} exists; name a new directory")

@@ -20,18 +20,18 @@ from launch.arguments import (
     positive_int,
     positive_number,
 )
-from launch.logs import Announcer
-from launch.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
+from launch.processes.logs import Announcer
+from launch.run.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
 from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
-from launch.reports import NO_REPORTS, Reports
-from launch.runner import main_of
-from launch.ticket_files import RecordedTicket, recorded
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of
+from launch.run.ticket_files import RecordedTicket, recorded
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 
 if TYPE_CHECKING:
-    from swarm.stage.checkpoint import StageCheckpoint
+    from swarm.stage.saved.checkpoint import StageCheckpoint
     from swarm.stage.compute import StageCompute
     from swarm.stage.replay import Replayed
     from swarm.stage.versions import Version
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.devices import before_importing_torch
+    from launch.processes.devices import before_importing_torch
 
     before_importing_torch()
     from swarm.stage.replay import first_parting
@@ -106,8 +106,8 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 def _config_bytes(options: Namespace) -> bytes:
     """Of the run, verbatim: any checkpoint has them."""
-    from swarm.stage.checkpoint import scan
-    from swarm.stage.whole_checkpoint import require_one_run
+    from swarm.stage.saved.checkpoint import scan
+    from swarm.stage.saved.whole_checkpoint import require_one_run
 
     found = scan(options.checkpoints, damaged=[])
     if not found:
@@ -118,7 +118,7 @@ def _config_bytes(options: Namespace) -> bytes:
 
 def _places(options: Namespace, ticket: RecordedTicket) -> list[Place]:
     """Where each stage is computed here."""
-    from launch.devices import resolve_device
+    from launch.processes.devices import resolve_device
 
     best = resolve_device(options.device)
     devices = {best.partition(":")[0]: best, "cpu": "cpu"}
@@ -184,8 +184,8 @@ def _checkpoints(options: Namespace, config: RunConfig) -> Checkpoints:
     Raises:
         ConfigError: there is none.
     """
-    from swarm.stage.checkpoint import StageCheckpoint
-    from swarm.stage.whole_checkpoint import use_complete
+    from swarm.stage.saved.checkpoint import StageCheckpoint
+    from swarm.stage.saved.whole_checkpoint import use_complete
 
     base = config.base_step(options.step - 1)
     if not base:

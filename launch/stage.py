@@ -22,18 +22,18 @@ from launch.arguments import (
     size_bytes,
     thread_count,
 )
-from launch.kept_run import kept_run
-from launch.lifeline import die_with_parent
-from launch.logs import Announcer
-from launch.moved_stage import STAGE_FILE, remember_stage, remembered_stage
-from launch.reports import NO_REPORTS, PipeReports, Reports
-from launch.runner import main_of, run_peer
+from launch.run.kept_run import kept_run
+from launch.processes.lifeline import die_with_parent
+from launch.processes.logs import Announcer
+from launch.run.moved_stage import STAGE_FILE, remember_stage, remembered_stage
+from launch.processes.reports import NO_REPORTS, PipeReports, Reports
+from launch.processes.runner import main_of, run_peer
 from swarm.base.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from swarm.base.config import RunConfig
     from swarm.peer.context import PeerContext
-    from swarm.peer.stage_peer import StagePeer
+    from swarm.peer.stage.stage_peer import StagePeer
     from swarm.stage.module import StageFactory
 
 PROGRAM = "launch_stage"
@@ -86,7 +86,7 @@ def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
     if options.no_restart:
         return serve(options, argv, reports)
     if options.worker_of is None:
-        from launch.supervisor import Supervisor
+        from launch.processes.supervisor import Supervisor
 
         def command(fd: int, served: dict[str, Any] | None) -> list[str]:
             words = [sys.executable, "-m", "launch.stage", *argv, WORKER_OPTION, str(fd), str(os.getpid())]
@@ -102,8 +102,8 @@ def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.composing import announce, compose, retitle
-    from launch.devices import available_memory
+    from launch.run.composing import announce, compose, retitle
+    from launch.processes.devices import available_memory
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
@@ -161,8 +161,8 @@ async def _choose(options: Namespace, context: PeerContext, device: str, flops_p
         if kept is not None and kept.run == context.run and 0 <= kept.stage < num_stages:
             logger.info("serving stage %d, which this peer served before (%s)", kept.stage, options.state_dir)
             return kept.stage
-        from launch.devices import device_memory
-        from launch.stage_choice import choose_stage
+        from launch.processes.devices import device_memory
+        from launch.run.stage_choice import choose_stage
 
         return await choose_stage(context, flops_per_s=flops_per_s, room_bytes=device_memory(device))
     if wanted >= num_stages:
@@ -174,7 +174,7 @@ def _prepare(
     context: PeerContext, options: Namespace, model: str | None, reports: Reports
 ) -> tuple[Callable[[int], StagePeer], str, float]:
     """Import what computes, seconds long. Returns what puts a peer of a stage together, the device and its pace."""
-    from launch.devices import (
+    from launch.processes.devices import (
         DEFAULT_MEMORY_PART,
         before_compiling,
         before_importing_torch,
@@ -188,12 +188,12 @@ def _prepare(
     before_importing_torch()
     if options.compile:
         before_compiling((options.state_dir or Path(tempfile.gettempdir())) / "compiled")
-    from launch.models import weights_for
+    from launch.run.models import weights_for
     from models.registry import factory_of
-    from swarm.peer.stage_peer import Machine, StagePeer
+    from swarm.peer.stage.stage_peer import Machine, StagePeer
     from swarm.stage.device import compute_thread
     from swarm.stage.executor import ThreadExecutor, Threads
-    from swarm.stage.whole_checkpoint import require_own
+    from swarm.stage.saved.whole_checkpoint import require_own
 
     use_threads(options.threads)
     if options.state_dir is not None:
@@ -241,9 +241,9 @@ def _in_flight_bytes(
     Raises:
         ConfigError: the stage does not fit.
     """
-    from launch.devices import available_memory
+    from launch.processes.devices import available_memory
     from swarm.stage.compute import stage_module
-    from swarm.stage.memory import memory_of, require_main_memory, room_in_flight
+    from swarm.stage.memory_plan import memory_of, require_main_memory, room_in_flight
     from swarm.stage.module import Outlined
 
     if not isinstance(factory, Outlined):

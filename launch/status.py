@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_seconds
-from launch.logs import console
-from launch.reports import NO_REPORTS, Reports
-from launch.runner import main_of
+from launch.processes.logs import console
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of
 from swarm.base.errors import SwarmError, Unreachable
 from swarm.base.ids import Address
 
@@ -71,7 +71,7 @@ async def ask_all(address: Address, *, timeout_s: float) -> tuple[StatusReply, d
     Raises:
         SwarmError: the first peer does not answer.
     """
-    from swarm.net.http import HttpTransport
+    from swarm.net.http.transport import HttpTransport
 
     transport = HttpTransport(connect_s=timeout_s)
 

@@ -18,18 +18,18 @@ from launch.arguments import (
     local_path,
     positive_int,
 )
-from launch.devices import available_memory
-from launch.logs import Announcer
-from launch.metrics import MetricsFile
-from launch.models import vocab_size_of
-from launch.reports import NO_REPORTS, Reports
-from launch.runner import main_of, run_peer
-from launch.step_lines import goes_on_text, step_text
-from launch.ticket_files import TicketFiles
+from launch.processes.devices import available_memory
+from launch.processes.logs import Announcer
+from launch.run.metrics import MetricsFile
+from launch.run.models import vocab_size_of
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of, run_peer
+from launch.run.step_lines import goes_on_text, step_text
+from launch.run.ticket_files import TicketFiles
 
 if TYPE_CHECKING:
-    from swarm.peer.reports import Evaluation, StepReport
-    from swarm.peer.trainer import Trainer
+    from swarm.peer.trainer.reports import Evaluation, StepReport
+    from swarm.peer.trainer.trainer import Trainer
 
 PROGRAM = "launch_trainer"
 
@@ -52,9 +52,9 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.composing import announce, compose
+    from launch.run.composing import announce, compose
     from swarm.feed.feed import open_feed
-    from swarm.peer.trainer import Trainer
+    from swarm.peer.trainer.trainer import Trainer
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
     metrics = MetricsFile(options.metrics)

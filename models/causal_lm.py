@@ -16,7 +16,7 @@ from models import compressors
 from models.anatomy import anatomy_of
 from models.cost import cost_of
 from models.cut import CausalLMStage
-from models.export import write_model
+from models.files.export import write_model
 from models.initial import initialize, initialize_buffers
 from models.options import config_of
 from swarm.base.config import RunConfig

@@ -19,7 +19,7 @@ from models.anatomy import Anatomy
 from swarm.base.config import RunConfig
 from swarm.policy.spans import Load, Loads
 from swarm.stage.compute import PRECISION_DTYPES
-from swarm.stage.memory import memory_for
+from swarm.stage.memory_plan import memory_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ import torch
 
 from models.cost import ModelCost, cost_of
 from models.initial import uniform
-from models.pretrained import PretrainedFactory
+from models.files.pretrained import PretrainedFactory
 from models.quantized import Bits, QuantizedLinear, bitsandbytes_functional
-from models.shards import Source
+from models.files.shards import Source
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
-from swarm.stage.tensor_file import save_file
+from swarm.stage.saved.tensor_file import save_file
 
 ADAPTER = "default"
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"

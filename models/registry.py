@@ -10,7 +10,7 @@ from swarm.base.errors import ConfigError
 from swarm.feed.dotted import import_factory, is_dotted
 
 if TYPE_CHECKING:
-    from models.shards import Source
+    from models.files.shards import Source
     from swarm.stage.module import StageFactory
 
 
@@ -50,7 +50,7 @@ def _made(config: RunConfig, may_import: bool, source: Source | None) -> StageFa
             from models.lora import LoraFactory
 
             return LoraFactory(config, source)
-        from models.pretrained import PretrainedFactory
+        from models.files.pretrained import PretrainedFactory
 
         return PretrainedFactory(config, source)
     if config.lora is not None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
-from swarm.peer.seat import Seat
-from swarm.peer.vigil import STATE
+from swarm.peer.coordinator.election import Seat
+from swarm.peer.coordinator.vigil import STATE
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:

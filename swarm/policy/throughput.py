@@ -16,7 +16,7 @@ Key = tuple[str, str]
 #: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
 #: By the run's optimizer: beside its state a peer holds gradient sums, averages, copies that compute, and for a moment
-#: the next state; see `stage/memory.py`, which counts exactly before a stage is built.
+#: the next state; see `stage/memory_plan.py`, which counts exactly before a stage is built.
 HELD_PER_STATE = {"adamw": 3.5, "adamw8bit": 5.0}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from swarm.lifecycle.step import Entry, Ledger
 from swarm.stage.flat import empty_flat
-from swarm.stage.kernels import MAX_TOGETHER, Summand, add_together
+from swarm.stage.gpu.kernels import MAX_TOGETHER, Summand, add_together
 from swarm.stage.layout import Layout
 from swarm.stage.versions import Version
 from swarm.wire.messages import Term

@@ -16,7 +16,7 @@ import torch
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
-from swarm.stage.graphs import CapturedStage, Lease, captured_if_it_pays
+from swarm.stage.gpu.graphs import CapturedStage, Lease, captured_if_it_pays
 from swarm.stage.layout import Layout
 from swarm.stage.module import (
     Compilable,
@@ -30,7 +30,7 @@ from swarm.stage.module import (
     saved_buffers,
     tick_with,
 )
-from swarm.stage.stash import MemoryBudget
+from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

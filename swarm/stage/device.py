@@ -223,7 +223,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself if it is on the CPU, else a copy there, made beside what the device computes."""
     if not tensor.is_cuda:
         return tensor
-    from swarm.stage.cuda import copy_to_host
+    from swarm.stage.gpu.cuda import copy_to_host
 
     return copy_to_host(tensor)
 
@@ -232,7 +232,7 @@ def on_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A CPU tensor on the device `name`: itself, or a copy made beside what the device computes."""
     if torch.device(name).type == "cpu":
         return tensor
-    from swarm.stage.cuda import copy_to_device
+    from swarm.stage.gpu.cuda import copy_to_device
 
     return copy_to_device(tensor, torch.device(name))
 
@@ -252,7 +252,7 @@ def device_of(name: str) -> Device:
     """The device `cpu` or `cuda:N`; called on the event loop that will use it."""
     if torch.device(name).type == "cpu":
         return HostDevice()
-    from swarm.stage.cuda import CudaDevice
+    from swarm.stage.gpu.cuda import CudaDevice
 
     return CudaDevice(torch.device(name))
 
@@ -261,7 +261,7 @@ def compute_thread(name: str) -> ThreadExecutor:
     """The compute thread of the device `cpu` or `cuda:N`."""
     if torch.device(name).type == "cpu":
         return ThreadExecutor()
-    from swarm.stage.cuda import Pace
+    from swarm.stage.gpu.cuda import Pace
 
     device = torch.device(name)
     return ThreadExecutor(prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))

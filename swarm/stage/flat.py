@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swarm.base.memory import Recycler
+from swarm.base.buffers import Recycler
 
 #: A step lets go of at most so many vectors at once: masters, two moments, and sums that became averages.
 _MAX_IDLE = 6

@@ -1,4 +1,4 @@
-"""Plays the Hugging Face hub from a directory: the calls that `models.hub` makes, and a log of what was asked for."""
+"""Plays the Hugging Face hub from a directory: the calls that `models.files.hub` makes, and a log of what was asked for."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 
-from launch.reports import Reports
+from launch.processes.reports import Reports
 
 
 def nothing(argument: str) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from processes import environment, launcher
+from swarm.testing.processes import environment, launcher
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from launch.export import main as export_model
-from launch.local_plan import RUN_FILE
+from launch.local_swarm.plan import RUN_FILE
 from swarm.base.config import parse_config_bytes
 from swarm.feed.feed import open_feed
 from tests.unit.feed.chat_tokenizer import write_chat_tokenizer

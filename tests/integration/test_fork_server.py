@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import alive, environment, pids_of, wait_until
+from swarm.testing.processes import alive, environment, pids_of, wait_until
 
-from launch.children import Child, Children
+from launch.processes.children import Child, Children
 from swarm.base.errors import SwarmError
 
 
@@ -74,7 +74,7 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 def test_a_child_that_writes_is_waited_for_as_long_as_what_it_writes_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.children.WRITING_S", 0.5)
+    monkeypatch.setattr("launch.processes.children.WRITING_S", 0.5)
 
     async def scenario() -> float:
         async with Started(tmp_path) as started:
@@ -174,7 +174,7 @@ def test_children_end_with_a_killed_server(tmp_path: Path) -> None:
 def test_children_end_with_a_killed_creator(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib
-from launch.children import Children
+from launch.processes.children import Children
 async def main():
     children = Children(pathlib.Path({str(tmp_path)!r}), lambda name, report: print(name, flush=True),
                         preload="stand_ins:nothing")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import environment, launcher
+from swarm.testing.processes import environment, launcher
 
 from launch.replay import main as replay_ticket
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_stand_in import COMMIT, HubStandIn
-from processes import environment
+from swarm.testing.processes import environment
 from safetensors.numpy import load_file, save_file
 
 REPOSITORY = "owner/small-model"
@@ -29,8 +29,8 @@ SHAPES = {
 
 CREATE = """
 import sys
-from launch.models import fields_of
-from launch.run_files import DataPaths, create_run
+from launch.run.models import fields_of
+from launch.run.run_files import DataPaths, create_run
 from swarm.base.config import RunConfig
 place = sys.argv[1]
 config = RunConfig(num_stages=2, sequence_length=8, **fields_of(place, {}))
@@ -38,7 +38,7 @@ print(create_run(config, DataPaths(model=place, tokenizer=sys.argv[2])).to_bytes
 """
 LOAD = """
 import sys
-from launch.models import weights_for
+from launch.run.models import weights_for
 from models.registry import factory_of
 from swarm.base.config import parse_config_bytes
 from swarm.base.errors import ConfigError

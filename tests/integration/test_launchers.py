@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from processes import environment, launcher, wait_until
+from swarm.testing.processes import environment, launcher, wait_until
 
 START_S = 60.0
 RUN = 'name = "by-hand"\nnum_stages = 2\ntotal_steps = 4\ndata = "text.txt"\neval_samples = 8\nauxiliaries = 1\n'

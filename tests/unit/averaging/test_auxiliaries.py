@@ -28,7 +28,7 @@ from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.reduction import AUXILIARY_WINDOW, Code, Part, Payload, Reduction, RoundFailed, bytes_under_way
 from swarm.base.errors import RemoteRefused, Unreachable
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.policy.shares import hagenbach_bischoff
 
 torch.set_num_threads(1)

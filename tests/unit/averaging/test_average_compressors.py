@@ -17,7 +17,7 @@ from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor, Contribution
 from swarm.averaging.compressors.powersgd import PowerSgd, _Matrix
 from swarm.averaging.reduction import Code
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.stage.layout import Layout
 
 

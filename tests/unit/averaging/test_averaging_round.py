@@ -28,7 +28,7 @@ from swarm.averaging.reduction import (
     window_of,
 )
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.lifecycle.step import Entry
 from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import Accumulator

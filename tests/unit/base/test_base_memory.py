@@ -7,7 +7,7 @@ import random
 import numpy
 import torch
 
-from swarm.base.memory import Recycler
+from swarm.base.buffers import Recycler
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from swarm.base.virtual_time import Deadlock, run_virtual
+from swarm.testing.virtual_time import Deadlock, run_virtual
 
 
 def test_an_hour_passes_in_no_time() -> None:

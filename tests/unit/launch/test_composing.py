@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launch import composing
+from launch.run import composing
 from launch.backbone import parse
-from launch.composing import announce, compose
-from launch.kept_run import KEPT_RUN_FILE, KeptRun, kept_run
-from launch.logs import Announcer
-from launch.reports import NO_REPORTS
+from launch.run.composing import announce, compose
+from launch.run.kept_run import KEPT_RUN_FILE, KeptRun, kept_run
+from launch.processes.logs import Announcer
+from launch.processes.reports import NO_REPORTS
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
-from swarm.net.contact_file import ContactFile
+from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.ports import bind_tcp_and_udp
 from swarm.peer.backbone import Backbone
 

@@ -11,7 +11,7 @@ from launch.status import ask
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, SwarmError
 from swarm.lifecycle.order import fault_of
-from swarm.net.http import HttpTransport
+from swarm.net.http.transport import HttpTransport
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 

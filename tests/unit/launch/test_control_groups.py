@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import devices
-from launch.control_groups import cpus_allowed, memory_left
+from launch.processes import devices
+from launch.processes.control_groups import cpus_allowed, memory_left
 
 GIB = 2**30
 V2 = {"memory.max": str(4 * GIB), "memory.current": str(GIB), "cpu.max": "50000 100000"}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from launch.children import Child
-from launch.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
+from launch.processes.children import Child
+from launch.local_swarm.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
 from launch.local import parse, resolve_plan
-from launch.local_swarm import LocalSwarm
-from launch.logs import Announcer
-from launch.view import Picture, PlainView, Row
+from launch.local_swarm.processes import LocalSwarm
+from launch.processes.logs import Announcer
+from launch.local_swarm.view import Picture, PlainView, Row
 from swarm.base.errors import ConfigError, SwarmError
 
 FULL = "cannot write checkpoint D/step-00000040: [Errno 28] No space left on device"

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from launch.arguments import size_bytes
-from launch.composing import _reachable_host
-from launch.metrics import MetricsFile
-from launch.moved_stage import STAGE_FILE, remember_stage, remembered_stage
-from launch.runner import run_peer
-from launch.state_directory import claim_directory
+from launch.run.composing import _reachable_host
+from launch.run.metrics import MetricsFile
+from launch.run.moved_stage import STAGE_FILE, remember_stage, remembered_stage
+from launch.processes.runner import run_peer
+from launch.processes.state_directory import claim_directory
 from swarm.base.errors import ConfigError
 
 
@@ -225,7 +225,7 @@ def test_the_first_signal_stops_a_peer_in_order(number: signal.Signals | None, s
 
 def test_a_peer_that_saves_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint takes as long as the model is large; anything else that lasts is dropped, which is told."""
-    monkeypatch.setattr("launch.runner.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("launch.processes.runner.CLOSE_TIMEOUT_S", 0.1)
 
     class Saving(StandInPeer):
         is_saving = True

@@ -10,8 +10,8 @@ import pytest
 
 from launch import recut
 from launch.local import parse, resolve_plan
-from launch.models import copy_tokenizer, vocab_size_of
-from launch.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
+from launch.run.models import copy_tokenizer, vocab_size_of
+from launch.run.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket

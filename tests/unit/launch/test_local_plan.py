@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.local import parse, resolve_plan
-from launch.local_plan import Command, peer_commands
+from launch.local_swarm.plan import Command, peer_commands
 from swarm.base.ids import Address
 
 WORDS = ["--stages", "2", "--peers-per-stage", "2", "--trainers", "2"]

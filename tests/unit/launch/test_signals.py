@@ -11,7 +11,7 @@ import pytest
 
 WORK = """
 import asyncio
-from launch.runner import run_until_done
+from launch.processes.runner import run_until_done
 
 async def work(stopper):
     print("up", flush=True)
@@ -40,7 +40,7 @@ def test_a_hang_up_ends_a_process_unless_it_was_started_to_survive_it(how: str, 
 
 LEAVES_SLOWLY = """
 import asyncio
-from launch.runner import run_until_done
+from launch.processes.runner import run_until_done
 
 async def work(stopper):
     asked = asyncio.Event()

@@ -37,7 +37,7 @@ time.sleep(60)
 
 SUPERVISOR = '''
 import logging, sys
-from launch.supervisor import Supervisor
+from launch.processes.supervisor import Supervisor
 logging.basicConfig(format="%(message)s")
 directory, *lives = sys.argv[1:]
 def command(fd, served):

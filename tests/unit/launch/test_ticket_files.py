@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import ticket_files
-from launch.ticket_files import TicketFiles, recorded
+from launch.run import ticket_files
+from launch.run.ticket_files import TicketFiles, recorded
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.lifecycle.record import is_replayable
-from swarm.peer.reports import TicketReport
+from swarm.peer.trainer.reports import TicketReport
 from swarm.wire.messages import Hop, Norms, Trained
 
 CONFIG = RunConfig(num_stages=1)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from models.lora import LoraFactory
 from models.registry import factory_of
-from models.shards import Directory
+from models.files.shards import Directory
 from swarm.base.config import RunConfig, parse_config
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT, Ticket

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from launch.models import described, fields_of, place_of
-from models import shards
-from models.pretrained import PretrainedFactory
-from models.shards import INDEX_FILE, Directory, Shards, block_of
+from launch.run.models import described, fields_of, place_of
+from models.files import shards
+from models.files.pretrained import PretrainedFactory
+from models.files.shards import INDEX_FILE, Directory, Shards, block_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.stage.compute import StageCompute
@@ -306,7 +306,7 @@ def test_layers_for_drafting_are_left_out_as_transformers_does_and_told(
     factory = factory_of(tmp_path, num_stages=2)
     said = f"model {tmp_path}: {len(extra)} tensors are left out, first {min(extra)}: no part of the 3 layers that are trained"
     assert factory.remarks[0].startswith(said)
-    assert [record.getMessage() for record in caplog.records if record.name == "models.pretrained"] == factory.remarks
+    assert [record.getMessage() for record in caplog.records if record.name == "models.files.pretrained"] == factory.remarks
     found = {name: p.detach() for stage in range(2) for name, p in factory.build(stage).named_parameters()}
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -16,7 +16,7 @@ PROBE = """
 import sys, threading, time
 from pathlib import Path
 from models.registry import factory_of
-from models.shards import Directory
+from models.files.shards import Directory
 from swarm.base.config import parse_config_bytes
 from swarm.stage.compute import StageCompute
 from swarm.stage.moments import Moments

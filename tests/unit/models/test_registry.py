@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from small_model import add_gradients
+from swarm.testing.simulation.small_model import add_gradients
 
 from models.registry import factory_of
 from swarm.base.config import RunConfig

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.models import described, fields_of, require_whole, source_of
+from launch.run.models import described, fields_of, require_whole, source_of
 from models.registry import factory_of
-from models.stored_codes import is_code, method_of
+from models.files.stored_codes import is_code, method_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 

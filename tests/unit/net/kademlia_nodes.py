@@ -8,10 +8,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from swarm.net.identity import Identity
-from swarm.net.kademlia_calls import Stranger
-from swarm.net.kademlia_dht import KademliaDht
-from swarm.net.kademlia_rpc import RecordProtocol
-from swarm.net.memory_datagrams import DatagramLoop
+from swarm.net.kademlia.calls import Stranger
+from swarm.net.kademlia.dht import KademliaDht
+from swarm.net.kademlia.rpc import RecordProtocol
+from swarm.testing.memory_datagrams import DatagramLoop
 from swarm.wire.records import PeerRecord, SignedRecord
 
 KEY = "5" * 64 + "/stage/1"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.base.errors import LinkBroken, Stalled
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.net.exchange import (
     CHUNK_BYTES,
     MOVING_BYTES,

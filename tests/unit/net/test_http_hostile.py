@@ -22,7 +22,7 @@ import pytest
 from swarm.base.errors import LinkBroken, RemoteProtocolError, Stalled, UnknownHost, Unreachable
 from swarm.base.ids import Address
 from swarm.net.exchange import Bounds
-from swarm.net.http import HttpTransport
+from swarm.net.http.transport import HttpTransport
 from swarm.net.transport import Progress
 from swarm.wire.framing import MAGIC, PREFIX, Frame, decode_header, decode_prefix, encode
 from swarm.wire.messages import PROTOCOL_MAJOR, Ack, Heartbeat, StateChunk, TensorSpec
@@ -426,7 +426,7 @@ def test_bodies_land_in_the_memory_that_the_peer_gives() -> None:
 
 SERVER_WITH_FEW_FILES = """
 import asyncio
-from swarm.net.http import HttpTransport
+from swarm.net.http.transport import HttpTransport
 
 async def main():
     async def echo(frame, progress):

@@ -22,12 +22,12 @@ from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed,
 
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
-from swarm.net import kademlia_wire as wire
+from swarm.net.kademlia import wire
 from swarm.net.identity import Identity
-from swarm.net.kademlia_calls import Stranger
-from swarm.net.kademlia_dht import KademliaDht
-from swarm.net.kademlia_routing import LiveRoutingTable, plausible_for
-from swarm.net.kademlia_server import ServerTiming
+from swarm.net.kademlia.calls import Stranger
+from swarm.net.kademlia.dht import KademliaDht
+from swarm.net.kademlia.routing import LiveRoutingTable, plausible_for
+from swarm.net.kademlia.server import ServerTiming
 from swarm.wire.records import SignedRecord
 
 

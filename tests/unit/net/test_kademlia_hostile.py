@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
-from swarm.net import kademlia_wire as wire
-from swarm.net.kademlia_answers import NUM_ARGUMENTS
-from swarm.net.kademlia_calls import Stranger
-from swarm.net.known_addresses import prove
-from swarm.net.record_storage import RecordStorage, RecordVerifier, StorageLimits
+from swarm.net.kademlia import wire
+from swarm.net.kademlia.answers import NUM_ARGUMENTS
+from swarm.net.kademlia.calls import Stranger
+from swarm.net.kademlia.known_addresses import prove
+from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, SignedRecord
 
 HOME = ("10.9.9.9", 9)

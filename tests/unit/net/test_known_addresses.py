@@ -10,9 +10,9 @@ import pytest
 
 from swarm.base.errors import StorageError
 from swarm.base.ids import Address
-from swarm.net.contact_file import MAX_CONTACTS, ContactFile
+from swarm.net.kademlia.contact_file import MAX_CONTACTS, ContactFile
 from swarm.net.identity import Identity
-from swarm.net.known_addresses import (
+from swarm.net.kademlia.known_addresses import (
     PROOF_BYTES,
     TOKEN_BYTES,
     AddressTokens,

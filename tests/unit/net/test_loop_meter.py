@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.net.loop_meter import EVERY_S, WINDOW_S, LoopMeter
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
-from swarm.net.http import HttpTransport
+from swarm.net.http.transport import HttpTransport
 from swarm.net.ports import bind_tcp, bind_tcp_and_udp
 from swarm.net.transport import Progress
 from swarm.wire.framing import Frame

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.net.identity import Identity
-from swarm.net.record_storage import REFUSALS, RecordStorage, RecordVerifier, StorageLimits
+from swarm.net.kademlia.record_storage import REFUSALS, RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, SignedRecord, verify_record
 
 WRITERS = [Identity.ephemeral(random.Random(seed)) for seed in range(5)]

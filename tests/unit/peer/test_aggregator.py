@@ -13,12 +13,12 @@ import torch
 from swarm.averaging.reduction import Code, bytes_under_way
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address, Ballot, new_incarnation
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.net.exchange import Bounds
-from swarm.net.http import HttpTransport
+from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
-from swarm.net.memory import MemoryNetwork, MemoryTransport
-from swarm.net.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.net.transport import Transport
 from swarm.peer.aggregator import MAX_SENDERS, Aggregator
 from swarm.peer.context import PeerContext

@@ -10,8 +10,8 @@ import pytest
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
 from swarm.base.errors import ConfigError, UnknownHost
 from swarm.base.ids import ZERO_BALLOT, Address
-from swarm.base.virtual_time import run_virtual
-from swarm.net.memory import MemoryNetwork, MemoryTransport
+from swarm.testing.virtual_time import run_virtual
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Progress
 from swarm.peer.joining import Contacts, fetch_run, require_alone
 from swarm.wire.framing import Frame

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.peer.reports import RoundTrips
+from swarm.peer.trainer.reports import RoundTrips
 from swarm.wire.messages import Hop
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.peer.waiting import TOLD_AGAIN_S, WAITING_TOLD_S, Lasting
 
 

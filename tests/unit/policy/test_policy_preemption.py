@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from rebalancing_trace import Pipeline, Trace
+from benchmarks.scheduling.rebalancing_trace import Pipeline, Trace
 
 SHORT = Trace(num_stages=8, hours=6.0, sizes=((0.0, 60), (6.0, 30)), churn=0.05)
 

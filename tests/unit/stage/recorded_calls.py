@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from swarm.lifecycle.step import Entry
-from swarm.stage import graphs
+from swarm.stage.gpu import graphs
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import Added, HostDevice, KnownNumbers, entry_of
-from swarm.stage.kernels import survey
+from swarm.stage.gpu.kernels import survey
 from swarm.stage.module import Tensors
 from swarm.stage.norms import norm_of
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT
-from swarm.stage import checkpoint as module
-from swarm.stage.checkpoint import (
+from swarm.stage.saved import checkpoint as module
+from swarm.stage.saved.checkpoint import (
     StageCheckpoint,
     mark_best,
     saved_steps,
@@ -29,7 +29,7 @@ from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.versions import StageState, Version, make_version
-from swarm.stage.whole_checkpoint import find_complete, require_own, use_complete
+from swarm.stage.saved.whole_checkpoint import find_complete, require_own, use_complete
 from swarm.wire.messages import CommitRecord
 
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from swarm.stage.accumulator import Accumulator
 from swarm.stage.device import Added, Device, Worked, compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
-from swarm.stage.kernels import Summand, add_together, survey
+from swarm.stage.gpu.kernels import Summand, add_together, survey
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.norms import norm_of

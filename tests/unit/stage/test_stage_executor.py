@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm.base.virtual_time import run_virtual
+from swarm.testing.virtual_time import run_virtual
 from swarm.stage import executor as module
 from swarm.stage.executor import Executor, InlineExecutor, Outcome, Priority, ThreadExecutor
 

@@ -17,13 +17,13 @@ from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.step import Entry
-from swarm.stage import graphs
+from swarm.stage.gpu import graphs
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import Activation, Gradients, StageCompute
 from swarm.stage.device import KnownNumbers
-from swarm.stage.kernels import MAX_TOGETHER, survey
+from swarm.stage.gpu.kernels import MAX_TOGETHER, survey
 from swarm.stage.module import Tensors
-from swarm.stage.stash import MemoryBudget
+from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import CommitRecord
 from tests.unit.stage.recorded_calls import install

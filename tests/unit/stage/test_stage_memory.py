@@ -7,7 +7,7 @@ import torch
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.stage.memory import LEAST_IN_FLIGHT_BYTES, memory_of, queued_averages, require_main_memory, room_in_flight
+from swarm.stage.memory_plan import LEAST_IN_FLIGHT_BYTES, memory_of, queued_averages, require_main_memory, room_in_flight
 
 
 def module(trained: int, frozen: int = 0) -> torch.nn.Module:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage.layout import Layout
 from swarm.stage.moments import OptimizerState
-from swarm.stage.stash import MemoryBudget
+from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.versions import StageState, Version, VersionStore, make_version
 from swarm.wire.messages import CommitRecord
 

@@ -1,0 +1,101 @@
+"""Forwards and backwards of a minute with deadlines of seconds (`timing local`): `launch_local` trains without a retry, says
+what it is at, and passes by a process whose job never ends, or that was stopped.
+
+The compute threads sleep (`timed_model.py`), in one layer or in several; all else is real. Prints each step, and how long
+after its last job began a hung peer was given up, in the time of its jobs; exit code 1 if a promise did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.faults.kill_and_join import lines_of, stage_pids
+from benchmarks.report import machine, publish
+from benchmarks.timed_model import DATA, MODEL
+
+#: A hung peer is given up within so many of its job times.
+MOST_JOBS = 3.0
+
+
+def command_of(options: argparse.Namespace, root: Path) -> list[str]:
+    model = {
+        "forward_s": [options.seconds] * 2, "backward_s": [options.seconds] * 2, "width": 16, "layers": options.layers,
+        "hang": str(root / "hang"),
+    }  # fmt: skip
+    return [
+        sys.executable, "-m", "launch.local", "--model", MODEL, "--model-options", json.dumps(model), "--data", DATA,
+        "--stages", "2", "--peers-per-stage", "2", "--steps", str(options.steps), "--micro-batch-size", "1",
+        "--target-batch-size", "4", "--compression", "none", "--eval-samples", "0", "--timing", "local", "--log-level", "debug",
+        "--metrics", str(root / "metrics.jsonl"), "--state-dir", str(root / "state"), "--plain",
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each forward and each backward of a stage")
+    parser.add_argument("--layers", type=int, default=1, help="that share them")
+    parser.add_argument("--steps", type=int, default=2, help="steps of the run")
+    parser.add_argument("--hang", choices=["no", "job", "process"], default="no",
+                        help="after the first step, what of a peer of stage 1 hangs: its next layer, or all of it (SIGSTOP)")
+    options = parser.parse_args()
+    facts = machine()
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        swarm = subprocess.Popen(command_of(options, root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said: list[str] = []
+
+        def listen() -> None:
+            assert swarm.stdout is not None
+            for line in swarm.stdout:
+                said.append(line.rstrip())
+                print(f"{time.strftime('%H:%M:%S')} {said[-1]}", flush=True)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        victim = 0
+        if options.hang != "no":
+            while swarm.poll() is None and not lines_of(root / "metrics.jsonl"):
+                time.sleep(0.1)
+            victim = stage_pids(root / "state", 1)[0]
+            if options.hang == "job":
+                (root / "hang").write_text(str(victim))
+            else:
+                os.kill(victim, signal.SIGSTOP)
+            print(f"process {victim} of stage 1 hangs from here on ({options.hang})", flush=True)
+        try:
+            code = swarm.wait()
+        finally:
+            if options.hang == "process" and victim:
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+        listener.join()
+        steps = lines_of(root / "metrics.jsonl")
+        logs = [line for path in (root / "state" / "logs").glob("*.log") for line in path.read_text().splitlines()]
+        passed_by = [line[:200] for line in logs if " passed by after " in line]
+    waits = [line for line in said if "waiting for tickets of step" in line]
+    held = code == 0 and len(steps) == options.steps and bool(waits)
+    if options.hang == "no":
+        held = held and not any(line["retries"] for line in steps)
+    elif held:  # beside what a step takes, the wait for the hung one and its tickets' work once more
+        held = steps[1]["seconds"] <= steps[0]["seconds"] + (MOST_JOBS + 4) * options.seconds
+    print("\n".join(passed_by))
+    publish(
+        f"slow_jobs_{options.layers}_{options.hang}", facts={**facts, **vars(options), "held": held},
+        tables={"steps": [{key: line[key] for key in ("step", "seconds", "retries", "loss")} for line in steps] or [{}]},
+        details={"waits": waits, "passed_by": passed_by},
+    )  # fmt: skip
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

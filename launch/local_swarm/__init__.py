@@ -1,0 +1,1 @@
+"""The whole swarm on one machine: its plan, its processes, what the terminal shows."""

@@ -1,0 +1,1 @@
+"""How processes are started, watched, told to stop and heard. Knows no protocol."""

@@ -1,0 +1,1 @@
+"""The transport over HTTP/1.1; the only place that imports aiohttp."""

@@ -1,0 +1,1 @@
+"""Discovery over UDP; the only place that imports kademlia and rpcudp."""

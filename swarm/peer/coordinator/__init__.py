@@ -1,0 +1,1 @@
+"""The coordinator's side: elections, leases, leaders of stages, who is listed next, lineage."""

@@ -1,0 +1,322 @@
+"""Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
+
+Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members. While a
+stage has nobody, one candidate waits in the seat (`vigil.py`) instead of all out-bidding each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarm.base.errors import LinkError, RemoteError
+from swarm.base.ids import Ballot
+from swarm.lifecycle.coverage import torn_tie
+from swarm.net.transport import Progress
+from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
+from swarm.peer.context import coordinator_key, stage_key
+from swarm.peer.coordinator.coordinator import Coordinator
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.peer.coordinator.leadership import Demoted, Key
+from swarm.peer.coordinator.vigil import STATE, BackOff, Vigil, found, in_words
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Seat:
+    """One candidate. `rank` delays its candidacy: backbones (0) stand before trainers (1)."""
+
+    def __init__(self, link: Link, tasks: Tasks, *, rank: int) -> None:
+        self._link = link
+        self._tasks = tasks
+        self.context = link.context
+        self._timing = link.context.config.timing
+        self._rank = rank
+        self.coordinator: Coordinator | None = None
+        self._highest = 0
+        self._retiring = False
+        #: While a stage has nobody and this candidate waits for one.
+        self.vigil: Vigil | None = None
+        self._pause = BackOff()
+        #: No candidacy before this time of the loop.
+        self._stand_at = 0.0
+        #: Times in a row that all stages were there for this peer, while another waits in the seat for one.
+        self._better = 0
+        #: Who was there when an election failed all the same.
+        self._met: set[Key] = set()
+        #: Failures to be elected that were logged.
+        self._told: set[str] = set()
+        #: The coordinator as far as this peer knows; trainers lease from it.
+        self.known: m.Member | None = None
+        self.changed = asyncio.Event()
+        #: What a coordinator last said of itself and the run.
+        self.heard: m.StatusReply | None = None
+        link.register(m.Lease, self._on_lease)
+        link.register(m.Join, self._on_join)
+        link.register(m.Place, self._on_place)
+        link.register(m.Elect, self._on_elect)
+        link.register(m.Operate, self._on_operate)
+
+    @property
+    def ballot(self) -> int:
+        """Counter of the ballot with which this peer coordinates or waits in the seat; -1 if it does neither."""
+        holder = self.coordinator or self.vigil
+        return -1 if holder is None else holder.ballot.counter
+
+    @property
+    def waiting_for(self) -> str:
+        """What the run waits for, if this peer coordinates or waits in the seat."""
+        holder = self.coordinator or self.vigil
+        return "" if holder is None else holder.waiting_for
+
+    def _reigning(self) -> Coordinator:
+        if self.coordinator is None:
+            waits = f": the run waits for {self.vigil.waiting_for}" if self.vigil is not None else ""
+            raise Refuse("unknown", f"this peer is not the coordinator{waits}")
+        return self.coordinator
+
+    async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
+        if self.vigil is not None:
+            return await self.vigil.on_lease(message)
+        return await self._reigning().leasing.on_lease(message)
+
+    async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
+        if self.vigil is not None and not message.leaving:
+            return self.vigil.on_join()
+        return await self._reigning().on_join(message)
+
+    async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
+        if self.vigil is not None:
+            return self.vigil.on_place()
+        return self._reigning().on_place(message)
+
+    async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
+        return await self._reigning().on_operate(message, progress.remote)
+
+    async def _on_elect(self, message: m.Elect, frame: Frame, progress: Progress) -> m.Elected:
+        raise Refuse("wrong_stage", "this peer serves no stage")
+
+    def _know(self, member: m.Member | None) -> None:
+        if member != self.known:
+            self.known = member
+            self.changed.set()
+
+    async def run(self) -> None:
+        """Watch and stand until this peer retires."""
+        silent = 0
+        while not self._retiring:
+            now = asyncio.get_running_loop().time()
+            if await self._find():
+                silent = 0
+                if not await self._is_better_placed() or now < self._stand_at:
+                    await asyncio.sleep(self._timing.coordinator_s / 3)
+                    continue
+            elif now < self._stand_at:
+                await asyncio.sleep(min(self._stand_at - now, self._timing.coordinator_s / 3))
+                continue
+            else:
+                silent, self._better = silent + 1, 0
+                if silent <= self._rank:
+                    await asyncio.sleep(self._timing.coordinator_s / 2)
+                    continue
+            # Candidates of equal rank draw lots, so that they rarely stand at once.
+            await asyncio.sleep(self.context.rng.uniform(0.0, 0.3 if silent == 1 and self._rank == 0 else 1.0))
+            if not self._better and await self._find():
+                continue
+            self._better = 0
+            try:
+                await self._stand()
+            except Demoted as demoted:
+                logger.log(logging.INFO if self.coordinator is not None else logging.DEBUG, "no longer coordinator: %s", demoted)
+            except (LinkError, RemoteError) as error:
+                self._warn(f"election failed: {error}")
+            finally:
+                if self.coordinator is None:
+                    self._back_off()
+                self.coordinator = None
+
+    def _back_off(self, reason: str = "") -> None:
+        """A candidacy failed: the next ones come at random times, and ever later while nothing changes."""
+        again_s = self._pause.failed(reason)
+        self._stand_at = asyncio.get_running_loop().time() + again_s * self.context.rng.uniform(0.5, 1.0)
+
+    def _warn(self, text: str) -> None:
+        """What is the matter is said once, until this peer is elected."""
+        logger.log(logging.DEBUG if text in self._told else logging.WARNING, "%s", text)
+        self._told.add(text)
+
+    async def retire(self, until: float) -> None:
+        """Stand no more. If this peer coordinates others, steps under way end first, until the loop's time `until`."""
+        self._retiring = True
+        coordinator = self.coordinator
+        if coordinator is None:
+            return
+        if coordinator.is_under_way and coordinator.trainers.keys() - {self.context.member().key}:
+            await coordinator.retire()
+            while self.coordinator is coordinator and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
+
+    async def _find(self, *, above: Ballot | None = None) -> bool:
+        """Is there a live coordinator, or one who waits in the seat? The last known is asked first, then those in the DHT.
+
+        With `above` only one of a higher ballot counts.
+        """
+        announced = await find_coordinators(self._link)
+        candidates = ([self.known] if self.known is not None else []) + announced
+        for member in candidates:
+            if member.key == self.context.member().key:
+                continue
+            try:
+                async with asyncio.timeout(self._timing.coordinator_s):
+                    reply, _ = await self._link.ask(member, m.Status(), m.StatusReply)
+            except (LinkError, RemoteError, TimeoutError):
+                continue
+            if reply.ballot >= 0 and (above is None or (reply.ballot, member.peer) > above):
+                self._highest = max(self._highest, reply.ballot)
+                self._know(member)
+                self.heard = reply
+                return True
+        if above is None:
+            self._know(None)
+        return False
+
+    async def _is_better_placed(self) -> bool:
+        """Another candidate waits in the seat for a stage, and this one has seen all stages for some time: it may be cut off."""
+        if self.heard is None or self.heard.state != STATE:
+            self._better, self._stand_at = 0, 0.0  # somebody reigns: what kept this peer from it is over
+            self._pause.forget()
+            return False
+        there = await found(self._link, self._live_rosters, range(self.context.config.num_stages))
+        self._better = self._better + 1 if all(there.values()) else 0
+        return self._better > 3
+
+    async def _keep_vigil(self, ballot: Ballot, missing: list[int]) -> bool:
+        """Wait in the seat until `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
+        loop = asyncio.get_running_loop()
+        self._warn(f"not elected: the run waits for {in_words(missing)}")
+        self._back_off(str(missing))
+        self.vigil = Vigil(self._link, ballot, missing)
+        self._know(self.context.member())
+        announcing = self._tasks.start(
+            keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)), "announce"
+        )
+        try:
+            while not self._retiring:
+                await asyncio.sleep(self._timing.coordinator_s / 3)
+                if await self._find(above=ballot):
+                    return False
+                there = await found(self._link, self._live_rosters, missing)
+                keys = set().union(*there.values())
+                if all(there.values()) and (loop.time() >= self._stand_at or not keys <= self._met):
+                    self._met = keys
+                    return True
+            return False
+        finally:
+            announcing.cancel()
+            self.vigil = None
+            if self.known == self.context.member():
+                self._know(None)
+
+    async def _stand(self) -> None:
+        """One candidacy, and the reign that follows if it is elected: a reign ends by an exception only."""
+        while True:
+            ballot = Ballot(self._highest + 1, self.context.peer)
+            self._highest += 1
+            replies = await self._elect(ballot)
+            record: m.CommitRecord | None = None
+            for reply in replies:
+                if reply.record is not None and reply.record.newer_than(record):
+                    record = reply.record
+            missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
+            if record is None or not missing:
+                break
+            if not await self._keep_vigil(ballot, missing):
+                return
+        self._told.clear()
+        self._met.clear()
+        self._pause.forget()
+        coordinator = Coordinator(
+            self._link, self._tasks, ballot, self._live_rosters, record=record,
+            term_n=max((r.term.n for r in replies), default=0),
+        )  # fmt: skip
+        prepared: dict[int, m.StageResult] = {}
+        if record is not None:
+            for reply in [r for r in replies if r.record is not None and r.record.head == record.head]:
+                for step, result in reply.prepared:
+                    known = prepared.get(reply.stage)
+                    if step == record.step + 1 and (known is None or result.attempt.order > known.attempt.order):
+                        prepared[reply.stage] = result
+                    elif step == record.step + 1 and known is not None and result.attempt == known.attempt:
+                        holders = (*known.holders, *result.holders)
+                        prepared[reply.stage] = known.model_copy(update={"holders": holders})
+        if torn_tie(prepared.values()):
+            # They are of different attempts, so nobody can have decided on them together.
+            logger.info("prepared attempts disagree on the tied parameter %s; averaging again", torn_tie(prepared.values()))
+            prepared.clear()
+        self.coordinator = coordinator
+        self._know(self.context.member())
+        logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
+        helpers = [
+            self._tasks.start(
+                keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)),
+                "announce coordinator",
+            ),
+            self._tasks.start(coordinator.survey(), "survey"),
+        ]
+        if record is None:
+            helpers.append(self._tasks.start(coordinator.doubt(), "look for a record"))
+        try:
+            await coordinator.run(prepared)
+        finally:
+            for helper in helpers:
+                helper.cancel()
+
+    async def _live_rosters(self) -> list[list[m.Member]]:
+        return [[member_of(record) for record in roster] for roster in await self._rosters()]
+
+    async def _rosters(self) -> list[list[PeerRecord]]:
+        run, num_stages = self.context.run, self.context.config.num_stages
+        return await asyncio.gather(*(self.context.dht.lookup(stage_key(run, stage)) for stage in range(num_stages)))
+
+    async def _elect(self, ballot: Ballot) -> list[m.Elected]:
+        """Ask every announced stage peer to accept `ballot`.
+
+        Raises:
+            Demoted: somebody accepted a higher one.
+        """
+        rosters = await self._rosters()
+        request = m.Elect(run=self.context.run, ballot=ballot, coordinator=self.context.member())
+
+        async def ask(record: PeerRecord) -> m.Elected | None:
+            member = member_of(record)
+            try:
+                return (await self._link.ask(member, request, m.Elected))[0]
+            except RefusedBy as refused:
+                if refused.code == "lower_ballot":
+                    accepted = refused.refusal.ballot
+                    self._highest = max(self._highest, accepted.counter if accepted is not None else 0)
+                    raise Demoted(refused.reason) from None
+                return None
+            except (LinkError, RemoteError):
+                return None
+
+        # One that has moved may be announced at two stages: asked once, since it answers for the one that it serves.
+        announced = {(record.peer, record.incarnation): record for roster in rosters for record in roster}
+        try:
+            replies = await together(*(ask(record) for record in announced.values()))
+        except Demoted:
+            self._highest += 1
+            raise
+        return [reply for reply in replies if reply is not None]
+
+    def _record(self, ballot: Ballot) -> PeerRecord:
+        context = self.context
+        return PeerRecord(
+            peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.address.host,
+            port=context.address.port, ttl_s=self._timing.record_ttl_s,
+            sequence=context.identity.next_sequence(), ballot=min(ballot.counter, MAX_RECORD_BALLOT),
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+"""What all parts of a coordinator share: its ballot, the newest record, and whether its reign still stands.
+
+A reign ends by `Demoted`; it is in doubt by `Rivalry`. Owns the condition that waiting parts watch; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from swarm.base.errors import SwarmError
+from swarm.base.ids import Ballot
+from swarm.peer.link import Link, RefusedBy
+from swarm.peer.checkpoint_record import Milestone
+from swarm.wire import messages as m
+
+#: Records kept for trainers that lag.
+MAX_RECORDS = 256
+
+Key = tuple[str, str]
+#: Finds the announced peers of every stage: a hint for where to look.
+Rosters = Callable[[], Awaitable[list[list[m.Member]]]]
+
+
+class Demoted(SwarmError):
+    """A coordinator with a higher ballot was accepted, or the run goes on in another lineage."""
+
+
+class Rivalry(SwarmError):
+    """Somebody holds a record that is newer than this coordinator's and not its own."""
+
+    def __init__(self, record: m.CommitRecord) -> None:
+        super().__init__(f"a record of step {record.step} in era {record.era} exists")
+        self.record = record
+
+
+class Reign:
+    """One coordinator's term of office."""
+
+    def __init__(self, link: Link, ballot: Ballot, rosters: Rosters) -> None:
+        self.link = link
+        self.context = link.context
+        self.config = link.context.config
+        self.timing = link.context.config.timing
+        self.ballot = ballot
+        self.rosters = rosters
+        self.record: m.CommitRecord | None = None
+        self.milestone = Milestone(link.context)
+        self.records: list[m.CommitRecord] = []
+        self.rival: m.CommitRecord | None = None
+        #: Stages that have no live member now; while there are any this lineage is not pushed on others.
+        self.lost: set[int] = set()
+        #: What the run waits for, in words, for operators and trainers.
+        self.waiting_for = "peers"
+        self.changed = asyncio.Condition()
+        self._demoted: Demoted | None = None
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def newest(self) -> m.CommitRecord:
+        """The newest record, once there is one."""
+        assert self.record is not None
+        return self.record
+
+    def take(self, record: m.CommitRecord) -> None:
+        """`record` is the newest from here on."""
+        self.record = record
+        self.milestone.note(record)
+        self.records.append(record)
+        del self.records[:-MAX_RECORDS]
+
+    async def notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def wait(self, seconds: float) -> None:
+        """Until something changes, for at most `seconds`.
+
+        Raises:
+            Demoted, Rivalry: as `check`.
+        """
+        self.check()
+        try:
+            async with asyncio.timeout(seconds), self.changed:
+                await self.changed.wait()
+        except TimeoutError:
+            pass
+        self.check()
+
+    def demote(self, reason: str) -> None:
+        self._demoted = Demoted(reason)
+
+    def check(self) -> None:
+        """
+        Raises:
+            Demoted, Rivalry: this reign is over, or in doubt.
+        """
+        if self._demoted is not None:
+            raise self._demoted
+        if self.rival is not None:
+            raise Rivalry(self.rival)
+
+    def heed(self, refused: RefusedBy) -> None:
+        """A refusal may say that another coordinator reigns, or that a record exists which this one lacks.
+
+        Raises:
+            Demoted, Rivalry: it does.
+        """
+        if refused.code == "lower_ballot":
+            self.demote(refused.reason)
+            self.check()
+        record = refused.refusal.record
+        if record is not None and record.newer_than(self.record):
+            raise Rivalry(record)

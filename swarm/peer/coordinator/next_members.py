@@ -1,0 +1,206 @@
+"""Who the next record lists at each stage: the holders of the average, joiners, nobody who leaves, moves or was struck.
+
+A joiner counts once it has answered at the address that it announces: one that asks but cannot be asked costs nobody anything.
+Owns what stage peers have asked for since the last record, which a new coordinator hears again. Must not end steps: the
+coordinator asks, and writes the record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+
+from swarm.lifecycle.record import Members
+from swarm.peer.link import Refuse, Tasks
+from swarm.peer.coordinator.leadership import Key, Reign
+from swarm.peer.coordinator.stage_leaders import StageLeads
+from swarm.policy.liveness import FIRST_LOOK_S
+from swarm.wire import messages as m
+
+#: Peers that wait to be listed; more are sent away.
+MAX_JOINERS = 1024
+
+
+@dataclass
+class _Joiner:
+    """A stage peer that wants to be listed in the next record."""
+
+    stage: int
+    member: m.Member
+    head: str | None
+    seen: float
+    #: It answered at its address.
+    is_met: bool = False
+    #: When it is looked at next, if it did not answer, and after how long again.
+    meet_at: float = 0.0
+    meet_after_s: float = FIRST_LOOK_S
+
+
+class Listing:
+    """One coordinator's view of who comes and who goes."""
+
+    def __init__(self, reign: Reign, leads: StageLeads, tasks: Tasks) -> None:
+        self._reign = reign
+        self._tasks = tasks
+        self._leads = leads
+        self._joiners: dict[Key, _Joiner] = {}
+        #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
+        self._leaving: dict[Key, int] = {}
+        self._last_join = 0.0
+        #: Incarnations whose place another one of the same peer took, the latest last.
+        self._replaced: dict[Key, None] = {}
+
+    # ------------------------------------------------------------------------------------------------ what is asked for
+
+    def join(self, stage: int, member: m.Member, head: str | None) -> str:
+        """`member`, which holds the state of `head`, asks to be listed, or asks again.
+
+        Returns:
+            What keeps it from that, if anything does but the run.
+
+        Raises:
+            Refuse: too many others ask.
+        """
+        now = self._reign.now
+        if member.key in self._replaced:  # both live: a peer that is started again does not know its earlier incarnation
+            return (
+                f"this peer to end: another one with its identity {member.peer[:8]} has joined since; if its state directory was "
+                "copied from there, start it with an empty one"
+            )
+        known = self._joiners.get(member.key)
+        if known is None:
+            self._forget_silent()
+            if len(self._joiners) >= MAX_JOINERS:
+                raise Refuse("busy", f"{MAX_JOINERS} peers want to join already")
+            for key in [k for k in self._joiners if k[0] == member.peer]:
+                del self._joiners[key]  # an earlier incarnation
+                self._replaced[key] = None
+                if len(self._replaced) > MAX_JOINERS:
+                    del self._replaced[next(iter(self._replaced))]
+            known = self._joiners[member.key] = _Joiner(stage, member, head, now)
+        known.is_met = known.is_met and (known.member.host, known.member.port) == (member.host, member.port)
+        known.stage, known.member, known.head, known.seen = stage, member, head, now
+        if known.is_met:
+            return ""
+        if known.meet_at <= now:
+            known.meet_at = math.inf
+            self._tasks.start(self._meet(known), f"look at joiner {member.peer[:8]}")
+        why = self._reign.link.presence.liveness.why(member.key)
+        return f"this peer to answer at {member.host}:{member.port}, which it announces: {why}" if why else ""
+
+    async def _meet(self, joiner: _Joiner) -> None:
+        """Find out whether it can be asked, as whoever trains with it must."""
+        joiner.is_met = await self._reign.link.presence.look(joiner.member)
+        joiner.meet_at = self._reign.now + joiner.meet_after_s
+        joiner.meet_after_s = min(2 * joiner.meet_after_s, self._reign.timing.record_ttl_s)
+        if joiner.is_met:
+            self._last_join = self._reign.now
+            await self._reign.notify()
+
+    def leave(self, stage: int, member: m.Member) -> None:
+        """`member` goes once the step that is open has committed."""
+        record = self._reign.record
+        if record is not None and any(x.key == member.key for x in record.members[stage]):
+            self._leaving.setdefault(member.key, record.step + 1 + self._reign.config.delay_steps)
+        self._joiners.pop(member.key, None)
+
+    @property
+    def joining(self) -> Set[Key]:
+        return self._joiners.keys()
+
+    @property
+    def leaving(self) -> Set[Key]:
+        return self._leaving.keys()
+
+    @property
+    def coming(self) -> list[tuple[int, m.Member]]:
+        """Joiners that answer, and the stages that they will serve."""
+        return [(joiner.stage, joiner.member) for joiner in self._joiners.values() if joiner.is_met]
+
+    def _forget_silent(self) -> None:
+        for key in [k for k, j in self._joiners.items() if self._reign.now - j.seen > self._reign.timing.record_ttl_s]:
+            del self._joiners[key]
+
+    def bare_stages(self) -> list[int]:
+        """Stages of which all that the newest record lists as ready ask to join without the state of its head, or are gone.
+
+        A listed member that died asks for nothing: it must not keep the others waiting for what it held.
+        """
+        record, since = self._reign.newest, self._reign.now - self._reign.timing.request_s
+
+        def is_bare(member: m.Member) -> bool:
+            joiner = self._joiners.get(member.key)
+            return joiner is not None and joiner.seen >= since and joiner.head != record.head
+
+        silent = self._reign.link.presence.liveness.silent(x.key for members in record.members for x in members)
+        ready = [
+            [x for x in members if x.ready and x.key not in silent and not self._leads.is_struck(stage, x.key)]
+            for stage, members in enumerate(record.members)
+        ]
+        return [stage for stage, members in enumerate(ready) if members and all(map(is_bare, members))]
+
+    # ------------------------------------------------------------------------------------------------ the first record
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds in which nobody new has come that answers."""
+        return self._reign.now - self._last_join
+
+    def gathered(self) -> list[list[m.Member]]:
+        """Who could begin the run, by stage."""
+        self._forget_silent()
+        met = [j for j in self._joiners.values() if j.is_met]
+        return [[j.member for j in met if j.stage == k] for k in range(self._reign.config.num_stages)]
+
+    def began(self, record: m.CommitRecord) -> None:
+        """Who is listed in the first record need not be listed again."""
+        for key in [x.key for members in record.members for x in members]:
+            self._joiners.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------------ the next record
+
+    def committed(self, record: m.CommitRecord) -> None:
+        """Who is not listed any more has gone."""
+        listed = {x.key for xs in record.members for x in xs}
+        self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
+
+    def next_members(self, results: list[m.StageResult]) -> Members:
+        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was struck goes."""
+        staying = [self._staying(stage, result) for stage, result in enumerate(results)]
+        for move in self._reign.newest.moves:
+            held = any(x.key == move.member.key for x in results[move.source].holders)
+            if held and all(x.key != move.member.key for x in staying[move.source]):
+                member = move.member.model_copy(update={"ready": False})
+                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now, is_met=True)
+        return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
+
+    def _staying(self, stage: int, result: m.StageResult) -> list[m.Member]:
+        listed = {x.key: x for x in self._reign.newest.members[stage]}
+        moving = {x.member.key for x in self._reign.newest.moves if x.source == stage}
+        holders = [listed[x.key] for x in result.holders if x.key in listed]
+        step = self._reign.newest.step + 1
+        gone = {key for key, last in self._leaving.items() if last <= step}
+        staying: list[m.Member] = []
+        for going in (gone | moving, gone, set()):  # never empty a stage: who moves stays first
+            if not any(x.ready for x in staying):
+                staying = [x for x in holders if x.key not in going]
+        leader = self._leads.leader(stage)
+        staying.sort(key=lambda x: leader is None or x.key != leader.key)
+        return staying
+
+    def _with_joiners(self, stage: int, staying: list[m.Member]) -> tuple[m.Member, ...]:
+        record, now = self._reign.newest, self._reign.now
+        present = {x.key for x in staying}
+        for key, joiner in list(self._joiners.items()):
+            if joiner.stage != stage or key in self._leaving:
+                continue
+            if now - joiner.seen > self._reign.timing.record_ttl_s or key in present:
+                del self._joiners[key]
+            elif joiner.is_met and not self._leads.is_struck(stage, key):
+                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
+                ready = joiner.member.ready and joiner.head == record.head
+                staying.append(joiner.member.model_copy(update={"ready": ready}))
+                if ready:
+                    del self._joiners[key]
+        return tuple(staying)

@@ -1,0 +1,1 @@
+"""The side of who serves a stage: micro-batches, steps, averages, membership, state transfer."""

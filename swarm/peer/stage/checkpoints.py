@@ -1,0 +1,131 @@
+"""When a stage peer writes a checkpoint, and which one is the best. Owns no format (`stage/saved/checkpoint.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm.base.errors import StorageError
+from swarm.lifecycle.record import checkpoint_writers, is_checkpoint_due
+from swarm.net.transport import Progress
+from swarm.peer.link import Link, Refuse, Tasks
+from swarm.peer.stage.stage_member import StageMember
+from swarm.stage.saved.checkpoint import best_loss, mark_best, saved_steps, stage_directory, write_checkpoint
+from swarm.stage.executor import Priority
+from swarm.stage.versions import StageState
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """`checkpoint_copies` members of the stage write them (`checkpoint_writers`), and say so in their seals.
+
+    A disk that refuses is one error, which `on_refused` is told, and training goes on. So it does where a disk is slow: one
+    checkpoint is under way, and of those that are due the newest waits, as does the best. A writer that leaves writes one more.
+    """
+
+    def __init__(
+        self, link: Link, member: StageMember, tasks: Tasks, state_dir: Path | None, on_refused: Callable[[StorageError], None]
+    ) -> None:
+        self._member = member
+        self._on_refused = on_refused
+        self._tasks = tasks
+        self._state_dir = state_dir
+        self._era = 0
+        #: What is to be written, by whether it is for its loss, which is lower than any before.
+        self._waiting: dict[bool, tuple[StageState, float | None]] = {}
+        self._writer: asyncio.Task[None] | None = None
+        #: Of the state that was last begun to be written.
+        self._newest = ""
+        member.on_commit.append(self._on_commit)
+        link.register(m.Evaluated, self._on_evaluated)
+
+    def _writes(self, record: m.CommitRecord) -> bool:
+        member = self._member
+        writers = [x.key for x in checkpoint_writers(member.config, record, member.stage)]
+        return self._state_dir is not None and member.me.key in writers and member.versions.newest.head == record.head
+
+    def _on_commit(self, record: m.CommitRecord) -> None:
+        if record.era != self._era:
+            self._era, self._member.saved = record.era, ()
+        if is_checkpoint_due(self._member.config, record) and self._writes(record):
+            self._write_soon(self._member.versions.state(), None)
+
+    async def _on_evaluated(self, message: m.Evaluated, frame: Frame, progress: Progress) -> m.Ack:
+        """Nothing trains during an evaluation, so the head it was of is the newest."""
+        member = self._member
+        async with member.settled():
+            record = member.record
+            if record is None or record.head != message.head:
+                raise Refuse("ahead", "this peer is at another head", record=record)
+            if math.isfinite(message.loss) and self._writes(record):
+                self._write_soon(member.versions.state(), message.loss)
+        return m.Ack()
+
+    def write_newest(self) -> None:
+        """This peer goes, and perhaps all do: what has committed last is to be on disk, as if it were due now."""
+        record = self._member.record
+        if record is None or record.step < 0 or record.head == self._newest or is_checkpoint_due(self._member.config, record):
+            return
+        if self._writes(record):
+            self._write_soon(self._member.versions.state(), None)
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writer is not None and not self._writer.done()
+
+    def _write_soon(self, state: StageState, loss: float | None) -> None:
+        before, best = self._waiting.get(loss is not None, (None, None))
+        if loss is not None and best is not None and best <= loss:
+            return
+        if before is not None and loss is None:
+            logger.warning("the checkpoint of step %d is not written: the disk is too slow", before.version.num_commits)
+        self._waiting[loss is not None] = state, loss
+        if loss is None:  # else it is written only if it is the best
+            self._newest = state.version.head
+        if not self.is_writing:
+            self._writer = self._tasks.start(self._write_all(), "checkpoints")
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            await self._write(*self._waiting.pop(min(self._waiting)))
+
+    async def written(self) -> None:
+        """Return once all that is due is on disk, or refused."""
+        if self._writer is not None:
+            await asyncio.wait({self._writer})
+
+    async def _write(self, state: StageState, loss: float | None) -> None:
+        """Write `state` unless it is on disk; with a `loss` lower than any before, mark it as the best."""
+        member, root = self._member, self._state_dir
+        assert root is not None
+
+        def job() -> tuple[Path, tuple[int, ...]] | None:
+            directory = stage_directory(root, member.stage)
+            if loss is not None:
+                best = best_loss(directory)
+                if best is not None and best[1] <= loss:
+                    return None
+            path = write_checkpoint(
+                root, member.stage, state, member.moments, member.config, config_bytes=member.context.config_bytes
+            )
+            if loss is not None:
+                mark_best(path, loss)
+            return path, saved_steps(root, member.stage, (*member.saved, state.version.num_commits))
+
+        try:
+            written = (await member.storage.run(job, Priority.EVALUATION)).value
+        except StorageError as error:
+            logger.error("%s; training goes on", error)
+            self._on_refused(error)
+        else:
+            if written is not None:
+                path, saved = written
+                if member.record is not None and member.record.era == state.version.record.era:
+                    member.saved = saved[-m.MAX_SAVED :]
+                logger.info("checkpoint %s%s", path, "" if loss is None else f", the best so far: {loss:.4f}")

@@ -1,0 +1,52 @@
+"""Counts what a peer does at its stage, for those who decide where peers are needed. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarm.peer.stage.stage_member import StageMember
+from swarm.stage.versions import state_bytes
+from swarm.wire import messages as m
+
+
+class LoadMeter:
+    """One peer at one stage.
+
+    Args:
+        member: whose work is counted.
+        free_bytes: memory that is left for another stage's state; None where nobody can tell.
+        flops_per_s: of the device; 0 if not known.
+    """
+
+    def __init__(
+        self, member: StageMember, free_bytes: Callable[[], int] | None, flops_per_s: float
+    ) -> None:
+        self._member = member
+        self._free_bytes = free_bytes
+        self._flops_per_s = flops_per_s
+        self._began = asyncio.get_running_loop().time()
+        self._num_tickets = 0
+        #: Seconds that the device has worked on micro-batches that were answered.
+        self.busy_s = 0.0
+        self._queue_s = 0.0
+        self._num_bytes = 0
+        member.load = self.report
+
+    def ticket(self, *, busy_s: float, queue_s: float, num_bytes: int) -> None:
+        """A micro-batch went through: seconds of compute and of waiting for it, bytes in the link's busier direction."""
+        self._num_tickets += 1
+        self.busy_s += busy_s
+        self._queue_s += queue_s
+        self._num_bytes += num_bytes
+
+    def report(self) -> m.Load:
+        carries = self._member.carries
+        measured = [meter.rate for meter in (carries.upload, carries.download) if meter.rate]
+        return m.Load(
+            member=self._member.me, elapsed_s=asyncio.get_running_loop().time() - self._began,
+            num_tickets=self._num_tickets, busy_s=self.busy_s, queue_s=self._queue_s, num_bytes=self._num_bytes,
+            bandwidth=min(measured, default=0.0), state_bytes=state_bytes(self._member.versions.state()),
+            room_bytes=-1 if self._free_bytes is None else max(0, self._free_bytes()),
+            flops_per_s=self._flops_per_s,
+        )  # fmt: skip

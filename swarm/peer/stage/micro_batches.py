@@ -1,0 +1,367 @@
+"""Serves `train` requests at a stage peer: forward, the next hop, backward, accumulate, answer with the input gradient.
+
+One nested request carries the round trip (docs/design.md, "The life of a micro-batch"). Must not know how steps end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from swarm.lifecycle.micro_batch import MICRO_BATCH
+from swarm.lifecycle.step import Entry
+from swarm.net.transport import Progress
+from swarm.peer.stage.claims_client import ClaimsClient
+from swarm.peer.hop import HopResult, call_stage
+from swarm.peer.link import Link, Refuse
+from swarm.peer.stage.load import LoadMeter
+from swarm.peer.stage.stage_member import StageMember
+from swarm.policy.job_times import RECOMPUTATION
+from swarm.stage.accumulator import Accumulator
+from swarm.stage.compute import Activation
+from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked, kind_of
+from swarm.stage.executor import Priority
+from swarm.stage.module import Tensors, is_too_large
+from swarm.stage.norms import finite, gradient_norms, norm_of
+from swarm.stage.memory_budget import MemoryBudget, Reservation
+from swarm.stage.versions import Version
+from swarm.wire import messages as m
+from swarm.wire.compression import CODECS
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+#: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: while one's
+#: backward is on its way to the compute thread, that has another's forward. There is nothing else to wait for in between.
+GRAPHS_OF_LAST_STAGE = 2
+
+
+@dataclass
+class _Work:
+    """One request on its way through this peer."""
+
+    message: m.Train
+    frame: Frame
+    reserved: Reservation
+    phase: str = MICRO_BATCH.initial
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    transfer_s: float = 0.0
+    num_bytes: int = 0
+    #: What the trainer asked to be told: by the names of `Norms`, on the device.
+    norms: Tensors = field(default_factory=dict)
+
+    def move(self, event: str) -> None:
+        self.phase = MICRO_BATCH.next(self.phase, event)
+
+    def end(self, event: str) -> None:
+        if MICRO_BATCH.allows(self.phase, event):
+            self.move(event)
+
+
+class MicroBatchServer:
+    """Serves `Train` for one stage."""
+
+    def __init__(
+        self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget, device: Device, meter: LoadMeter
+    ) -> None:
+        self._link = link
+        self._member = member
+        self._claims = claims
+        self._budget = budget
+        self._device = device
+        self._meter = meter
+        self._compute = member.compute
+        self._executor = member.executor
+        #: Largest shapes of what has not the samples as its first dimension.
+        self._declared = self._compute.declared(member.config.micro_batch_size, member.config.sequence_length)
+        self._codec = CODECS[member.config.compression]
+        #: Entered by a micro-batch from its forward to its backward. Elsewhere the budget counts graphs.
+        self._room: AbstractAsyncContextManager[None] = nullcontext()
+        if self._compute.last:
+            self._room = asyncio.Semaphore(GRAPHS_OF_LAST_STAGE)
+        self.accepting: Callable[[], bool] = lambda: True
+        self.coming: Callable[[], bool] = lambda: False
+        #: The requests that have ended, by their last phase.
+        self.phases: Counter[str] = Counter()
+        self.in_flight = 0
+        self.recomputed = 0
+        #: What a micro-batch holds for the next stage until that has answered, as the last one did.
+        self._sent_bytes = 0
+        link.register(m.Train, self._on_train)
+
+    async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
+        member = self._member
+        member.require_stage(message.stage)
+        member.at_work.follow(progress, waits_s=member.config.timing.stall_s)
+        await self._taken_up()
+        if not self.accepting():
+            raise Refuse("busy", "this peer is not serving now")
+        last = message.stage == member.config.num_stages - 1
+        if len(message.route) != member.config.num_stages - message.stage:
+            raise Refuse("bad_request", "the route does not lead to the last stage")
+        if last and not any(spec.role == "label" for spec in message.tensors):
+            raise Refuse("bad_request", "labels are missing")
+        self._require_fitting(message)
+        if why := member.at_work.overdue():
+            raise Refuse("busy", why)
+        version = await self._version(message)
+        if message.mode == "train" and member.hands_over(message.ticket.step):
+            raise Refuse("busy", "this peer moves to another stage")
+        if not self.accepting():  # it may have begun to leave while the request waited for its version
+            raise Refuse("busy", "this peer is not serving any more")
+        work = _Work(message, frame, Reservation(self._budget))
+        has_room = work.reserved.add(frame.body_bytes)
+        if not has_room or not (work.reserved.add(self._sent_bytes) or self.in_flight == 0):
+            work.reserved.end()
+            raise Refuse("busy", f"{self._budget.used_bytes} of {self._budget.limit_bytes} bytes are in use")
+        self.in_flight += 1
+        try:
+            if message.mode == "eval":
+                return await self._evaluate(work, version, progress)
+            return await self._train(work, version, progress)
+        except asyncio.CancelledError:
+            work.end("cancel")
+            raise
+        except (RuntimeError, MemoryError) as error:  # torch reports shapes, devices and memory this way
+            work.end("fail")
+            logger.warning("ticket %s failed in phase %s: %s", tuple(message.ticket), work.phase, error)
+            raise Refuse("failed", f"{type(error).__name__}: {error}"[:500]) from error
+        finally:
+            work.end("fail")
+            self.phases[work.phase] += 1
+            self.in_flight -= 1
+            work.reserved.end()
+
+    def _require_fitting(self, message: m.Train) -> None:
+        """Refuse what is no micro-batch of this run, before anything is computed or claimed for it."""
+        config = self._member.config
+        step, index = message.ticket
+        count = config.tickets_per_step if message.mode == "train" else max(1, config.eval_tickets)
+        if not (0 <= index < count and 0 <= step <= config.total_steps):
+            raise Refuse("bad_request", f"ticket {(step, index)} is none of this run")
+        for spec in message.tensors:
+            if is_too_large(
+                spec.name, spec.shape, self._declared, is_floating=not spec.dtype.startswith(("int", "uint", "bool")),
+                num_samples=config.micro_batch_size, sequence_length=config.sequence_length,
+            ):  # fmt: skip
+                raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
+
+    async def _taken_up(self) -> None:
+        """Until a peer that the newest record lists for the first time serves; for a while at most."""
+        loop, member = asyncio.get_running_loop(), self._member
+        until = loop.time() + min(2.0, member.config.timing.request_s)
+        while self.coming() and (loop.time() < until or member.is_applying):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    async def _version(self, message: m.Train) -> Version:
+        """The version that the request names; a commit that is just being applied is waited for."""
+        member = self._member
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(2.0, member.config.timing.request_s)
+        while True:
+            version = member.versions.get(message.head)
+            if version is not None and (member.up_to_date or member.config.delay_steps):
+                base = member.config.base_step(message.ticket.step)
+                if message.mode == "train" and version.num_commits != base:
+                    raise Refuse("bad_request", f"step {message.ticket.step} does not build on this head")
+                return version
+            if member.is_copying:
+                raise Refuse("busy", "this peer copies the average of the last step")
+            if message.ticket.step < member.num_commits:
+                raise Refuse("ahead", f"{member.num_commits} steps have committed", record=member.record)
+            try:
+                async with asyncio.timeout_at(until):
+                    async with member.committed:
+                        await member.committed.wait()
+            except TimeoutError:
+                if member.is_applying:  # behind a long job perhaps: the caller follows that
+                    until = loop.time() + member.config.timing.request_s
+                    continue
+                raise Refuse("behind", f"this peer is at step {member.num_commits}", record=member.record) from None
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    async def _train(self, work: _Work, version: Version, progress: Progress) -> Frame:
+        message, member = work.message, self._member
+        step, index = message.ticket
+        state = member.step_state(step)
+        loop = asyncio.get_running_loop()
+        claim, request_s = self._claims.request(step, index), member.config.timing.request_s
+        if self._compute.last:  # no time downstream hides this wait, and a graph would be held meanwhile
+            await asyncio.wait([claim], timeout=request_s)
+        came_at = loop.time()
+        async with self._room:
+            work.queue_s = loop.time() - came_at
+            work.move("forward")
+            forward = await self._executor.run(
+                lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
+            )
+            activation, sent, worked_forward = forward.value
+            work.queue_s += forward.queue_s
+            work.move("sent")
+            below: HopResult | None = None
+            if not self._compute.last:  # the last stage goes on without waiting for its device
+                with member.at_work.beside("forward"):
+                    await self._device.complete(sent, worked_forward)
+                self._sent_bytes = sum(spec.num_bytes for spec, _ in sent.payload)
+                below = await self._downstream(work, sent.payload, progress)
+                await asyncio.wait([claim], timeout=request_s)
+            work.move("gradient")
+            kind = "backward" if activation.inputs else RECOMPUTATION
+            backward = await self._executor.run(
+                lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD, kind
+            )
+        answer, added, told, worked_backward = backward.value
+        with member.at_work.beside(kind):
+            await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
+        work.forward_s = forward.run_s if worked_forward.seconds is None else worked_forward.seconds
+        work.backward_s = backward.run_s if worked_backward.seconds is None else worked_backward.seconds
+        if worked_forward.seconds is not None:  # the compute thread has only told its device what to do
+            self._executor.times.note("forward", work.forward_s)
+            self._executor.times.note(kind, work.backward_s)
+        work.queue_s += backward.queue_s
+        self._note(work, sent.payload, below, answer.payload)
+        verdict = added.verdict
+        tokens, loss_sum = added.entry.tokens, added.entry.loss_sum
+        if below is not None:
+            tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
+        work.move("pass" if verdict == "denied" else "accumulate")
+        self.recomputed += activation.recomputed
+        hop = m.Hop(
+            stage=message.stage, peer=member.me.peer, accumulated=verdict != "denied", queue_s=work.queue_s,
+            forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
+            num_bytes=work.num_bytes, recomputed=activation.recomputed,
+            norms=m.Norms(**finite(told.values)) if told.values else None,
+            computed_on=kind_of(self._compute.device) if message.with_norms else None,
+        )  # fmt: skip
+        return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
+
+    def _note(self, work: _Work, outputs: Payload, below: HopResult | None, answer: Payload) -> None:
+        received = work.frame.body_bytes + (below.frame.body_bytes if below is not None else 0)
+        sent = sum(spec.num_bytes for spec, _ in [*outputs, *answer])
+        self._meter.ticket(
+            busy_s=work.forward_s + work.backward_s, queue_s=work.queue_s, num_bytes=max(received, sent)
+        )
+
+    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing, Worked]:
+        compute, device = self._compute, self._device
+        device.begin()
+        inputs = device.receive(work.frame, "input")
+        labels = device.receive(work.frame, "label") if compute.last else None
+        estimate = compute.graph_bytes_like(inputs) + sum(tensor.nbytes for tensor in inputs.values())
+        keep = compute.last or self._budget.used_bytes + estimate <= self._budget.limit_bytes
+        if keep and compute.try_graphs(version, inputs, labels):
+            device.begin()  # that time is no measure of this peer's speed
+        activation = compute.forward(version, work.message.ticket, inputs, labels, keep_graph=keep)
+        if keep and not compute.last:
+            keep = work.reserved.add(activation.graph_bytes + activation.input_bytes)
+        outputs = {} if compute.last else activation.outputs or {}
+        if work.message.with_norms and (norm := norm_of(outputs.values())) is not None:
+            work.norms["output"] = norm
+        sent = device.send({name: t.detach() for name, t in outputs.items()}, self._codec, "input")
+        if not keep:  # what came over the wire stays, in its few bits
+            activation.drop()
+        return activation, sent, device.end()
+
+    def _backward_job(
+        self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
+    ) -> tuple[Outgoing, Added, Told, Worked]:
+        """Backward, claim, ledger and sum as one job: nothing comes between them."""
+        device = self._device
+        device.begin()
+        if not activation.inputs:
+            activation.take(device.receive(work.frame, "input"), None)
+        entry: Entry | Tensors
+        if below is None:
+            gradients, entry = None, activation.outputs or {}
+        else:
+            gradients, entry = device.receive(below.frame, "grad"), Entry(below.trained.tokens, 0.0)
+        result = self._compute.backward(activation, gradients)
+        answer = device.send(result.inputs, self._codec, "grad")
+        loss_scale, with_norms = activation.version.record.loss_scale, bool(work.message.with_norms)
+        added = device.add(
+            accumulator, work.message.ticket.index, result.parameters, loss_scale=loss_scale, entry=entry,
+            with_norm=with_norms, lent=result.lent,
+        )  # fmt: skip
+        if with_norms:
+            work.norms |= gradient_norms(result.inputs, added.norm, loss_scale=loss_scale)
+        return answer, added, device.tell(work.norms), device.end()
+
+    async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:
+        message = work.message
+        labels = [
+            (spec, buffer)
+            for spec, buffer in zip(message.tensors, work.frame.buffers, strict=True)
+            if spec.role == "label"
+        ]
+        payload = [*outputs, *labels]
+        tensors = tuple(spec for spec, _ in payload)
+
+        def request(route: m.Route) -> m.Train:
+            return m.Train(
+                run=message.run, mode=message.mode, ticket=message.ticket, head=message.head, stage=message.stage + 1,
+                route=route, tensors=tensors, with_norms=message.with_norms,
+            )  # fmt: skip
+
+        result = await call_stage(
+            self._link, message.route[1:], request, [buffer for _, buffer in payload],
+            stage=message.stage + 1, progress=progress,
+        )  # fmt: skip
+        below = sum(hop.queue_s + hop.forward_s + hop.backward_s + hop.transfer_s for hop in result.trained.hops)
+        work.transfer_s = max(0.0, result.seconds - below)
+        work.num_bytes = sum(spec.num_bytes for spec in tensors) + result.frame.body_bytes
+        return result
+
+    def _reply(
+        self, hop: m.Hop, below: HopResult | None, tokens: int, loss_sum: float, payload: Payload, *,
+        overflow: bool = False,
+    ) -> Frame:  # fmt: skip
+        hops: tuple[m.Hop, ...] = (hop,)
+        if below is not None:
+            failed = tuple((member.peer, reason) for member, reason, _ in below.failed)
+            stalled = tuple(member.peer for member, _, waited_s in below.failed if waited_s)
+            first, *rest = below.trained.hops
+            hops = (hop, first.model_copy(update={"failed": failed, "stalled": stalled}), *rest)
+            overflow = overflow or below.trained.overflow
+        reply = m.Trained(
+            hops=hops, loss_sum=loss_sum, tokens=tokens, overflow=overflow, tensors=tuple(s for s, _ in payload)
+        )
+        return Frame(reply, tuple(b for _, b in payload))
+
+    # ------------------------------------------------------------------------------------------------ evaluation
+
+    async def _evaluate(self, work: _Work, version: Version, progress: Progress) -> Frame:
+        compute = self._compute
+
+        def job() -> tuple[Outgoing, int, float]:
+            device = self._device
+            inputs = device.receive(work.frame, "input")
+            labels = device.receive(work.frame, "label") if compute.last else None
+            outputs = compute.evaluate(version, inputs, labels)
+            if compute.last:
+                return device.send({}, self._codec, "input"), int(outputs["tokens"]), float(outputs["loss_sum"])
+            return device.send(outputs, self._codec, "input"), 0, 0.0
+
+        work.move("forward")
+        outcome = await self._executor.run(job, Priority.EVALUATION)
+        sent, tokens, loss_sum = outcome.value
+        below: HopResult | None = None
+        if not compute.last:
+            await self._device.complete(sent)
+            below = await self._downstream(work, sent.payload, progress)
+            tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
+        if not math.isfinite(loss_sum):
+            raise Refuse("failed", "the loss is not finite")
+        work.move("evaluated")
+        hop = m.Hop(
+            stage=work.message.stage, peer=self._member.me.peer, accumulated=False, queue_s=outcome.queue_s,
+            forward_s=outcome.run_s,
+        )  # fmt: skip
+        return self._reply(hop, below, tokens, loss_sum, [])

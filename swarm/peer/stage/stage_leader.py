@@ -1,0 +1,277 @@
+"""A stage leader's shell: grants claims, collects ledgers, runs the all-reduce. Any member may be told to lead.
+
+Owns the claim books; the rules are pure and live in `lifecycle/claims.py`. Must not decide a step: the coordinator does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+from swarm.averaging.reduction import num_chunks_of
+from swarm.base.errors import LinkError, RemoteError, Stalled
+from swarm.lifecycle.claims import ClaimBook
+from swarm.lifecycle.coverage import stage_result
+from swarm.net.transport import Progress
+from swarm.peer.stage.auxiliaries import Auxiliaries
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.peer.stage.round_shares import RoundShares
+from swarm.peer.stage.stage_member import StageMember
+from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+
+class StageLeader:
+    """Serves `Claim`, `Gather` and `Average`."""
+
+    def __init__(self, link: Link, member: StageMember, tasks: Tasks) -> None:
+        self._link = link
+        self._member = member
+        self._books: dict[int, ClaimBook] = {}
+        self.shares = RoundShares(member.stage)
+        self._auxiliaries = Auxiliaries(link, member, tasks)
+        #: Of the newest round that all completed.
+        self._round_s: float | None = None
+        #: Set, and replaced, when a collection has ended.
+        self._collected = asyncio.Event()
+        link.register(m.Claim, self._on_claim)
+        link.register(m.Gather, self._on_gather)
+        link.register(m.Average, self._on_average)
+        member.on_commit.append(self._forget)
+
+    def _forget(self, record: m.CommitRecord) -> None:
+        for step in [s for s in self._books if s <= record.step]:
+            del self._books[step]
+
+    def _book(self, step: int) -> ClaimBook:
+        """The book of `step`; the record's first ready member leads without being told, at the zero term."""
+        book = self._books.get(step)
+        if book is None:
+            leader = self._member.leader_of(step)
+            if leader is None or leader.key != self._member.me.key:
+                raise Refuse("wrong_state", "this peer does not lead the stage")
+            book = self._books[step] = ClaimBook(step, m.Term(), self._member.members_for(step))
+        return book
+
+    async def _on_claim(self, message: m.Claim, frame: Frame, progress: Progress) -> m.Claimed:
+        self._member.require_stage(message.stage)
+        self._member.at_work.follow(progress, waits_s=self._member.config.timing.request_s)
+        await self._member.caught_up(message.step)  # the sender may have heard of the newest record first
+        self._member.step_state(message.step)  # refuses steps that are over or too far ahead
+        book = await self._collected_book(message.step)
+        if message.term.order != book.term.order:
+            raise Refuse("wrong_state", f"claims are granted at term {book.term.order}, not {message.term.order}")
+        granted = []
+        reason = ""
+        for index in message.indexes:
+            if index >= self._member.config.tickets_per_step:
+                raise Refuse("bad_request", f"a step has {self._member.config.tickets_per_step} tickets")
+            answer = book.ask(message.member, index)
+            if answer.verdict == "conflict" and answer.holder is not None:
+                await self._take_back(book, index, answer.holder, progress)
+                answer = book.ask(message.member, index)
+            if answer.verdict == "granted":
+                granted.append(index)
+            else:
+                reason = answer.reason
+        return m.Claimed(term=book.term, granted=tuple(granted), reason=reason)
+
+    async def _collected_book(self, step: int) -> ClaimBook:
+        """Once a collection under way has ended. One that was given up, with its coordinator, never does."""
+        try:
+            async with asyncio.timeout(self._link.context.config.timing.request_s):
+                while not (book := self._book(step)).is_collected:
+                    await self._collected.wait()
+        except TimeoutError:
+            raise Refuse("wrong_state", "the ledgers are being collected") from None
+        return book
+
+    async def _take_back(self, book: ClaimBook, index: int, holder: m.Member, progress: Progress) -> None:
+        """Ask the holder for its unused claim; one that cannot be reached is struck for this step."""
+        request = m.Revoke(
+            run=self._link.context.run, stage=self._member.stage, step=book.step, term=book.term, index=index
+        )
+        try:
+            reply, _ = await self._link.ask(holder, request, m.Revoked, progress=progress)
+        except (LinkError, RemoteError) as error:
+            self._strike(book, holder, str(error))
+            if isinstance(error, LinkError):
+                await self._strike_silent(book)
+            return
+        if reply.held:
+            book.mark_held(index, holder)
+        else:
+            book.give_back(index, holder)
+
+    def _strike(self, book: ClaimBook, holder: m.Member, reason: str) -> None:
+        freed = book.strike(holder)
+        logger.info("step %d: %s struck, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
+
+    async def _strike_silent(self, book: ClaimBook) -> None:
+        """One holder does not answer, and others may be gone with it: all are looked at at once, not one for each ticket."""
+        me, presence = self._member.me.key, self._link.presence
+        others = [x for x in book.members.values() if x.key not in book.struck and x.key != me]
+        there = {x.key for x in await presence.answering(others)}
+        for member in others:
+            if member.key not in there and member.key not in book.struck:
+                self._strike(book, member, presence.liveness.why(member.key))
+
+    async def _on_gather(self, message: m.Gather, frame: Frame, progress: Progress) -> m.Gathered:
+        member = self._member
+        member.require_stage(message.stage)
+        if not any(x.key == member.me.key for x in message.members):
+            raise Refuse("not_member", "another incarnation of this peer was meant")
+        member.accept_ballot(message.term.ballot)
+        member.step_state(message.step)
+        known = self._books.get(message.step)
+        if known is not None and message.term.order < known.term.order:
+            raise Refuse("wrong_state", f"term {known.term.order} has begun")
+        struck = {x.key: x for x in message.struck}
+        if known is not None:
+            struck |= known.struck  # struck for the whole step
+        book = ClaimBook(message.step, message.term, message.members)
+        book.struck |= struck
+        book.is_collected = False
+        self._books[message.step] = book
+        self.shares.keep(message.members)
+        self._auxiliaries.ask(message)
+        asked = [x for x in message.members if x.key not in book.struck]
+        replies = [r for r in await together(*(self._collect(message, book, x, progress) for x in asked)) if r is not None]
+        seals = [reply.seal for reply in replies]
+        if self._books.get(message.step) is not book:
+            raise Refuse("wrong_state", "a newer term began")
+        self._compare(book, seals)
+        seals = [s for s in seals if s.member.key not in book.struck]
+        book.load(seals)
+        self._collected.set()
+        self._collected = asyncio.Event()
+        return m.Gathered(
+            seals=tuple(s for s in seals if s.member.key not in book.struck), struck=tuple(book.struck.values()),
+            loads=tuple(reply.load for reply in replies if reply.load is not None),
+        )  # fmt: skip
+
+    async def _collect(
+        self, message: m.Gather, book: ClaimBook, target: m.Member, progress: Progress
+    ) -> m.Collected | None:
+        request = m.Collect(
+            run=message.run, stage=message.stage, step=message.step, term=message.term, freeze=message.freeze,
+            leader=self._member.me,
+        )  # fmt: skip
+        try:
+            reply, _ = await self._link.ask(target, request, m.Collected, progress=progress)
+        except RefusedBy as refused:
+            if refused.code in ("lower_ballot", "stale"):
+                raise  # the coordinator, or this leader, is what is out of date
+            error: Exception = refused
+        except (LinkError, RemoteError) as failure:
+            error = failure
+        else:
+            if reply.seal.member.key == target.key:
+                self.shares.heard(reply)
+                return reply
+            error = RemoteError("another incarnation answers there")
+        book.strike(target)
+        logger.info("step %d: %s struck: %s", message.step, target.peer[:8], error)
+        return None
+
+    def _compare(self, book: ClaimBook, seals: list[m.Seal]) -> None:
+        """A replica whose state differs from its peers' must not contribute: it is struck and will resynchronise."""
+        digests = [s.state_digest for s in seals if s.state_digest and s.head == self._member.versions.newest.head]
+        if len(set(digests)) < 2:
+            return
+        mine = self._member.state_digest
+        most, count = Counter(digests).most_common(1)[0]
+        agreed = most if count * 2 > len(digests) or not mine else mine
+        for seal in seals:
+            if seal.state_digest and seal.head == self._member.versions.newest.head and seal.state_digest != agreed:
+                logger.error("step %d: state of %s differs from its peers'; struck", book.step, seal.member.peer[:8])
+                book.strike(seal.member)
+
+    async def _on_average(self, message: m.Average, frame: Frame, progress: Progress) -> m.Averaged:
+        self._member.require_stage(message.stage)
+        self._member.accept_ballot(message.term.ballot)
+        progress.follow(lambda: self._member.background.finished)
+        targets = [seal.member for seal in message.seals]
+        offers = await self._auxiliaries.offers(message.term)
+        shares, helpers = self.shares.of(
+            message.seals, self._member.compute.layout.num_elements, offers, most=self._member.config.auxiliaries,
+            why_none=self._auxiliaries.why_none,
+        )  # fmt: skip
+        request = m.Reduce(
+            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares,
+            num_chunks=num_chunks_of(None if helpers else self._round_s), terms=message.terms, auxiliaries=helpers,
+        )  # fmt: skip
+        began = asyncio.get_running_loop().time()
+        replies = await self._reduce_all(request, targets, progress)
+        holders: dict[str, list[m.Member]] = {}
+        suspects: Counter[tuple[str, str]] = Counter()
+        reasons: list[str] = []
+        stalled: list[m.Member] = []
+        squares = 0.0
+        tied: m.TiedDigests = ()
+        for target, reply in zip((*targets, *helpers), replies, strict=True):
+            if isinstance(reply, m.Reduced):
+                if reply.average_digest and target not in helpers:
+                    holders.setdefault(reply.average_digest, []).append(target)
+                    squares, tied = reply.sum_squares, reply.tied
+                suspects.update(x.key for x in reply.suspects)
+                if reply.reason:
+                    reasons.append(f"{target.peer[:8]}: {reply.reason}")
+            else:
+                if not isinstance(reply, Stalled):  # that may only mean that it waited for a suspect
+                    suspects[target.key] += len(targets)
+                stalled += [target] if isinstance(reply, Stalled) else []
+                reasons.append(f"{target.peer[:8]}: {reply}")
+        if len(holders) > 1:
+            reasons.append("members hold different averages")
+        everyone_holds = [len(who) for who in holders.values()] == [len(targets)]
+        if everyone_holds:
+            self._round_s = asyncio.get_running_loop().time() - began
+        if not suspects and not everyone_holds:
+            suspects.update(x.key for x in stalled)
+        for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, everyone_holds=everyone_holds)
+        if len(holders) == 1 and not for_their_sake:
+            digest, who = next(iter(holders.items()))
+            result = stage_result(message.term, message.seals, digest, squares, tuple(who), tied=tied)
+            return m.Averaged(result=result, reason="; ".join(reasons)[:2000])
+        ordered = [x for x in targets if x.key in suspects and not for_their_sake]
+        ordered.sort(key=lambda x: -suspects[x.key])
+        return m.Averaged(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
+
+    async def _reduce_all(
+        self, request: m.Reduce, members: list[m.Member], progress: Progress
+    ) -> list[m.Reduced | Exception]:
+        """Every member's and then every auxiliary's reply.
+
+        Once one has failed the others get `request_s` to end, since most cannot any more; and nobody waits for an auxiliary
+        once all members have ended.
+        """
+        tasks = [asyncio.ensure_future(self._reduce(request, x, progress)) for x in (*members, *request.auxiliaries)]
+        needed = tasks[: len(members)]
+        try:
+            waiting = set(tasks)
+            while not all(t.done() for t in needed) and not any(t.done() and not _did_its_part(t.result()) for t in tasks):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not all(t.done() for t in needed):
+                await asyncio.wait(waiting, timeout=self._link.context.config.timing.request_s)
+            late = Stalled("did not end with the round")
+            return [t.result() if t.done() else late for t in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _reduce(self, request: m.Reduce, target: m.Member, progress: Progress) -> m.Reduced | Exception:
+        try:
+            timing = self._link.context.config.timing
+            reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.stall_s, progress=progress)
+        except (LinkError, RemoteError) as error:
+            return error
+        return reply
+
+
+def _did_its_part(reply: m.Reduced | Exception) -> bool:
+    return isinstance(reply, m.Reduced) and not reply.reason

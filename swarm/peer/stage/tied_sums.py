@@ -1,0 +1,143 @@
+"""A stage peer's part in what several stages sum together: parameters of which each holds a copy.
+
+While the stages average, each member fetches the other stages' sums of its tied parameters from any member there that
+holds them, and hands out its own. What is done with them is in `averaging/tied.py`. Nobody waits in a circle: a stage's
+own sums need nothing of another stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from swarm.averaging.all_reduce import Round
+from swarm.averaging.reduction import RoundFailed
+from swarm.averaging.tied import Tied, TiedRange, TiedRanges
+from swarm.base.errors import LinkError, RemoteError
+from swarm.net.transport import Progress
+from swarm.peer.link import Link, Refuse
+from swarm.peer.presence import Candidates
+from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.stage.step_state import OwnSums, StepState
+from swarm.stage.accumulator import is_finite
+from swarm.stage.executor import Priority
+from swarm.stage.module import Tie
+from swarm.wire import messages as m
+from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+#: Elements of an average, or of a sum that goes into it, that one request moves.
+CHUNK_ELEMENTS = 2**22
+
+
+def part_of(flat: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+    """A copy of elements `offset : offset + length`, of `CHUNK_ELEMENTS` at most.
+
+    A view would hold all of `flat` for as long as a slow link takes to carry it.
+    """
+    return flat[offset : offset + min(length, CHUNK_ELEMENTS)].clone()
+
+
+class TiedSums:
+    """Serves `FetchTied`.
+
+    Raises:
+        ConfigError: if a tie does not fit the stage.
+    """
+
+    def __init__(self, link: Link, member: StageMember, ties: Sequence[Tie]) -> None:
+        self._link = link
+        self._member = member
+        self._ranges = TiedRanges(ties, member.stage, member.compute.layout)
+        link.register(m.FetchTied, self._on_fetch)
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    async def add(self, message: m.Reduce, state: StepState, flat: torch.Tensor) -> Tied:
+        """Add the other stages' sums to `flat`, in place; this stage's own are kept for those who ask.
+
+        Raises:
+            RoundFailed: if another stage's sums could not be had.
+        """
+        state.own_sums = OwnSums(message.term, self._ranges.own(flat))
+        state.changed.set()
+        wanted = [(r, stage) for r in self._ranges.ranges for stage in r.stages if stage != self._member.stage]
+        parts = {(r.name, stage): await self._fetch(message, state, r, stage) for r, stage in wanted}
+        return (await self._member.background.run(lambda: self._ranges.tie(flat, parts), Priority.CONTROL)).value
+
+    async def _fetch(self, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int) -> torch.Tensor:
+        """The sum of one tied parameter at another stage, from whichever of its members gives it."""
+        if stage >= len(message.terms) or self._member.record is None:
+            raise RoundFailed(f"the coordinator did not say what stage {stage} averages: tied parameters need it")
+        holders = [x for x in self._member.record.members[stage] if x.ready]
+        mine = self._member.me.key
+        holders.sort(key=lambda x: (x.key < mine, x.key))  # members of one stage ask different ones first
+        reasons = []
+        candidates = Candidates(self._link.presence, holders)
+        while (holder := await candidates.next()) is not None:
+            try:
+                return await self._fetch_from(holder, message, state, wanted, stage)
+            except (LinkError, RemoteError) as error:
+                reasons.append(f"{holder.peer[:8]}: {error}")
+        raise RoundFailed(f"no sum of {wanted.name} from stage {stage}: {'; '.join(reasons)}"[:2000])
+
+    async def _fetch_from(
+        self, holder: m.Member, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int
+    ) -> torch.Tensor:
+        total = wanted.end - wanted.start
+        flat = torch.empty(total, dtype=self._member.compute.master_dtype)
+        for offset in range(0, total, CHUNK_ELEMENTS):
+            request = m.FetchTied(
+                run=message.run, stage=stage, step=message.step, term=message.terms[stage], name=wanted.name,
+                offset=offset, length=CHUNK_ELEMENTS,
+            )  # fmt: skip
+            reply, frame = await self._link.ask(
+                holder, request, m.AverageCopy, stall_s=self._member.config.timing.stall_s, progress=state.from_others
+            )
+            part = decode_tensor(*frame.only_tensor())
+            if part.dtype != flat.dtype or reply.total != total or part.shape != flat[offset : offset + CHUNK_ELEMENTS].shape:
+                raise RemoteError(f"its sum of {wanted.name} has another shape or type")
+            if not is_finite(part):
+                logger.error("step %d: the sum of %s from %s is not finite", message.step, wanted.name, holder.peer[:8])
+                raise RemoteError(f"its sum of {wanted.name} is not finite")
+            flat[offset : offset + CHUNK_ELEMENTS] = part
+        return flat
+
+    async def _on_fetch(self, message: m.FetchTied, frame: Frame, progress: Progress) -> Frame:
+        self._member.require_stage(message.stage)
+        state = self._member.step_state(message.step)
+        sums = await self._own_sums(message, state, progress)
+        total = sums.get(message.name)
+        if total is None:
+            raise Refuse("unknown", f"this stage holds no copy of {message.name}")
+        spec, buffer = encode_tensor("sum", part_of(total, message.offset, message.length), "raw", "state")
+        return Frame(m.AverageCopy(total=total.numel(), tensors=(spec,)), (buffer,))
+
+    async def _own_sums(self, message: m.FetchTied, state: StepState, progress: Progress) -> dict[str, torch.Tensor]:
+        """Once this stage's own all-reduce of the attempt has ended here; the caller waits while that advances."""
+        ledger = state.accumulator.ledger
+        followed: Round | None = None
+        while state.own_sums is None or state.own_sums.term.order != message.term.order:
+            round_ = state.round if state.round is not None and state.round.term.order == message.term.order else None
+            told = ledger.state == "averaging" or (ledger.state == "frozen" and round_ is None)
+            if ledger.term.order != message.term.order or not told:
+                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
+            if round_ is not None and round_ is not followed:
+                state.follow(progress, round_)
+                progress.follow(lambda: self._member.background.finished)
+                followed = round_
+            state.changed.clear()
+            try:
+                timing = self._member.config.timing
+                async with asyncio.timeout(timing.request_s if round_ is None else timing.average_s):
+                    await state.changed.wait()
+            except TimeoutError:
+                waited_for = "told to start the round" if round_ is None else "done with the round"
+                raise Refuse("wrong_state", f"this member was not {waited_for}") from None
+        return state.own_sums.parts

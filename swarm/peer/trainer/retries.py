@@ -1,0 +1,128 @@
+"""A ticket's tries: sent on its way, again on new routes while its step is open, until it is back or must be given up.
+
+Owns what one failed try teaches the next: whom to avoid, how long to wait, when nobody can. Must not know leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from swarm.base.errors import RemoteError, RemoteRefused, SwarmError
+from swarm.base.ids import Ticket
+from swarm.lifecycle.record import is_replayable
+from swarm.peer.context import PeerContext
+from swarm.peer.link import Refuse
+from swarm.peer.trainer.route_trips import Passes
+from swarm.peer.trainer.reports import FeedLike, TicketReport, payload_of
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+#: A ticket that every peer of a stage failed to compute this often will not succeed.
+MAX_FAILURES = 8
+
+
+class TicketFailed(SwarmError):
+    """A ticket cannot be computed by anyone: model or data are at fault, and the run would never end."""
+
+
+class Tries:
+    """One trainer's.
+
+    Args:
+        context: of the trainer.
+        feed: has the samples.
+        passes: carry a micro-batch to the stages and back.
+        record: the newest that the trainer knows; there is one before the first ticket.
+        on_ticket: wants to know of tickets that can be computed again.
+    """
+
+    def __init__(
+        self, context: PeerContext, feed: FeedLike, passes: Passes, record: Callable[[], m.CommitRecord | None],
+        on_ticket: Callable[[TicketReport], None] | None,
+    ) -> None:  # fmt: skip
+        self._context = context
+        self._config = context.config
+        self._feed = feed
+        self._passes = passes
+        self._record = record
+        self._on_ticket = on_ticket
+        #: Peers that found a ticket's numbers not finite: others are asked for a second opinion.
+        self.avoid: dict[Ticket, frozenset[str]] = {}
+        #: Micro-batches that were sent again, by this trainer or on their way; since whoever counts them set it to 0.
+        self.num_retries = 0
+        #: The trainer leaves: what fails now is not tried again.
+        self.stopping = False
+
+    async def train(self, ticket: Ticket) -> bool:
+        """Until it is back from all stages; whether each of them has accumulated it.
+
+        Raises:
+            Refuse: nobody could take it for long, or it is not wanted any more.
+            TicketFailed: nobody ever will.
+        """
+        batch = self._feed.batch(ticket)
+        tensors, buffers = payload_of(batch)
+        loop = asyncio.get_running_loop()
+        downstream: dict[int, str] = {}
+        backoff = 0.1
+        num_failed = 0
+        give_up_at = math.inf  # counted from the first try that failed: how long a good one takes is the model's affair
+        while True:
+            try:
+                avoid = self.avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
+                head = self._head_for(ticket.step)
+                is_recorded = self._on_ticket is not None and is_replayable(self._config, ticket.step)
+                trained, again = await self._passes.train(
+                    ticket, head, tensors, buffers, downstream, avoid, with_norms=is_recorded
+                )
+                self.num_retries += again
+                if trained.overflow and ticket not in self.avoid:
+                    # What others make of it tells whether the ticket or one of these peers is to blame.
+                    self.avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
+                    through = ", ".join(hop.peer[:8] for hop in trained.hops)
+                    logger.warning("ticket %s: not finite on its way through %s; asking others", tuple(ticket), through)
+                    downstream.clear()
+                    self.num_retries += 1
+                    continue
+                if self._on_ticket is not None and is_recorded:
+                    self._on_ticket(TicketReport(self._context.run, ticket, head, trained))
+                return all(hop.accumulated for hop in trained.hops)
+            except RemoteRefused as refused:
+                if refused.code in ("ahead", "stale"):
+                    return True  # over already: the next lease tells
+                reason = refused.reason
+                num_failed += refused.code == "failed_everywhere"
+            except RemoteError as error:
+                reason = str(error)
+            if num_failed == MAX_FAILURES:
+                raise TicketFailed(
+                    f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?"
+                )
+            self.num_retries += 1
+            give_up_at = min(give_up_at, loop.time() + self._config.timing.stage_lost_s)
+            if loop.time() > give_up_at or self.stopping:
+                raise Refuse("no_candidate", reason)
+            logger.debug("ticket %s again: %s", tuple(ticket), reason[:300])
+            await asyncio.sleep(backoff * self._context.rng.uniform(0.5, 1.0))
+            backoff = min(2.0, backoff * 2)
+
+    def _movers_before(self, step: int) -> frozenset[str]:
+        """Peers that will have gone to another stage before `step` is sealed."""
+        record = self._record()
+        moving = record.moves if record is not None and step > record.step + 1 else ()
+        return frozenset(move.member.peer for move in moving)
+
+    def _head_for(self, step: int) -> str:
+        """The head whose parameters the tickets of `step` use."""
+        record = self._record()
+        assert record is not None
+        base = self._config.base_step(step)
+        if record.step + 1 == base:
+            return record.head
+        if record.step == base:
+            return record.previous_head
+        raise Refuse("ahead", f"step {step} builds on {base} commits, the newest record has {record.step + 1}")

@@ -1,0 +1,1 @@
+"""What a CUDA device adds: copies on streams, graphs, kernels."""

@@ -1,0 +1,58 @@
+"""Shares by bandwidth in a whole swarm: measured on real transfers, told with the seals, used in the next rounds."""
+
+from __future__ import annotations
+
+import torch
+from swarm.testing.simulation.phases import Log, committed, kind
+from swarm.testing.simulation.simulation import Simulation
+from swarm.testing.simulation.small_model import SmallFactory, small_config
+
+from swarm.testing.virtual_time import run_virtual
+from swarm.wire import messages as m
+
+ELEMENTS = 2**19
+STEPS = 9
+
+
+class _Padded(SmallFactory):
+    """The small model with a parameter that nothing uses: averages of 4 MiB."""
+
+    def build(self, stage: int) -> torch.nn.Module:
+        module = super().build(stage)
+        module.padding = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=self.dtype))
+        return module
+
+
+def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
+    async def main() -> None:
+        config = small_config(num_stages=1, total_steps=STEPS)
+        simulation = Simulation(config, factory=_Padded(1))
+        reduces = Log(simulation, kind(m.Reduce))
+        await simulation.start(peers_per_stage=4)
+        slow = simulation.nodes["stage0.3"]
+        for node in simulation.nodes.values():
+            if node.name.startswith("stage"):
+                rate = 5e5 if node is slow else 5e6
+                simulation.network.line(node.address, up=rate, down=rate)
+        await committed(simulation, 3)
+        simulation.network.line(slow.address, up=5e6, down=5e6)  # as good as the others'
+        await simulation.finish()
+        shares: dict[int, dict[str, int]] = {}
+        for call in reduces.calls:
+            reduce = call.message
+            assert sum(reduce.shares) > ELEMENTS
+            shares[reduce.step] = {s.member.peer: n for s, n in zip(reduce.seals, reduce.shares, strict=True)}
+        peer = slow.identity.peer_id
+        total = sum(shares[0].values())
+        assert max(shares[0].values()) - min(shares[0].values()) <= 1, "nothing was measured yet"
+        assert shares[1][peer] < 0.05 * total, f"measured, the slow peer reduces little: {shares[1]}"
+        assert shares[2][peer] < 0.05 * total, f"and in the next round: {shares[2]}"
+        assert shares[STEPS - 1][peer] > 0.05 * total, f"its line is good again: {shares[STEPS - 1]}"
+        sent = sum(p.member.average_bytes_sent for p in simulation.stage_peers(0))
+        assert sent == STEPS * 2 * 3 * total * 8, "three parts of every fp64 value go out, and three sums come back"
+        assert all(len(heads) == 1 for heads in simulation.heads.values())
+        digests = {p.member.state_digest for p in simulation.stage_peers(0)}
+        assert len(digests) == 1, "replicas_identical with unequal shares"
+        await simulation.close()
+
+    run_virtual(main())

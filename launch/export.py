@@ -24,10 +24,10 @@ from launch.arguments import (
     positive_seconds,
 )
 from launch.processes.logs import Announcer
-from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
 from launch.processes.state_directory import is_state_directory
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
@@ -66,9 +66,9 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     if is_state_directory(options.out):
         raise ConfigError(f"--out {options.out} is a state directory: name another, such as {options.out / 'exported'}")
     if options.join is not None:
-        config, parameters, step, head = asyncio.run(_from_peers(options, options.join))
+        config, parameters, step, version_id = asyncio.run(_from_peers(options, options.join))
     else:
-        config, parameters, step, head = _from_checkpoints(options)
+        config, parameters, step, version_id = _from_checkpoints(options)
     factory = _factory(options, config)
     _add_untrained(parameters, factory, config)
     _require_finite(parameters, step)
@@ -79,7 +79,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     what = "adapter" if config.lora is not None else "model"
     Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(
         f"wrote the {what} of step {step} to {options.out}{'' if tokenizer is None else ', with its tokenizer'}",
-        step=step, head=head, out=str(options.out),
+        step=step, version_id=version_id, out=str(options.out),
     )  # fmt: skip
     return EXIT_DONE
 
@@ -95,7 +95,7 @@ def _from_checkpoints(options: Namespace) -> Exported:
     config = parse_config_bytes(found[0][0].config_bytes)
     parameters = {name: value for _, tensors in found for name, value in tensors.items()}
     record = found[0][0].record
-    return config, parameters, record.step + 1, record.head
+    return config, parameters, record.step + 1, record.version_id
 
 
 async def _from_peers(options: Namespace, address: Address) -> Exported:
@@ -114,7 +114,7 @@ async def _from_peers(options: Namespace, address: Address) -> Exported:
                                                     rng=random.Random())
     finally:
         await transport.close()
-    return config, parameters, record.step + 1, record.head
+    return config, parameters, record.step + 1, record.version_id
 
 
 def _factory(options: Namespace, config: RunConfig) -> Any:

@@ -28,14 +28,14 @@ from launch.arguments import (
 )
 from launch.local_swarm.plan import DEFAULT_PEERS_PER_STAGE, DEFAULT_TRAINERS, RUN_FILE, SwarmPlan
 from launch.local_swarm.processes import LocalSwarm
-from launch.processes.logs import Announcer
-from launch.run.metrics import MetricsFile
-from launch.processes.reports import NO_REPORTS, Reports
-from launch.run.run_files import DataPaths, RunFile, build_config, read_run_file, with_model
-from launch.processes.runner import main_of, run_until_done
-from launch.run.stage_plan import with_stages
-from launch.processes.state_directory import claim_directory
 from launch.local_swarm.view import Picture, view_for
+from launch.processes.logs import Announcer
+from launch.processes.reports import NO_REPORTS, Reports
+from launch.processes.runner import main_of, run_until_done
+from launch.processes.state_directory import claim_directory
+from launch.run.metrics import MetricsFile
+from launch.run.run_files import DataPaths, RunFile, build_config, read_run_file, with_model
+from launch.run.stage_plan import with_stages
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 

@@ -18,10 +18,10 @@ from launch.arguments import (
     size_bytes,
 )
 from launch.processes.logs import console
-from launch.run.models import require_whole
 from launch.processes.reports import NO_REPORTS, Reports
-from launch.run.run_files import build_config, read_run_file, with_model
 from launch.processes.runner import main_of
+from launch.run.models import require_whole
+from launch.run.run_files import build_config, read_run_file, with_model
 from launch.run.stage_plan import StageRow, plan_of, with_stages
 from swarm.base.config import RunConfig
 

@@ -19,10 +19,10 @@ from launch.arguments import (
 )
 from launch.local_swarm.plan import RUN_FILE
 from launch.processes.logs import Announcer
-from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.processes.reports import NO_REPORTS, Reports
-from launch.run.run_files import RunFile, build_config, still_needed
 from launch.processes.runner import main_of
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer
+from launch.run.run_files import RunFile, build_config, still_needed
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
 

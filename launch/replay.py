@@ -21,19 +21,19 @@ from launch.arguments import (
     positive_number,
 )
 from launch.processes.logs import Announcer
-from launch.run.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
-from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
+from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
+from launch.run.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
 from launch.run.ticket_files import RecordedTicket, recorded
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 
 if TYPE_CHECKING:
-    from swarm.stage.saved.checkpoint import StageCheckpoint
     from swarm.stage.compute import StageCompute
     from swarm.stage.replay import Replayed
+    from swarm.stage.saved.checkpoint import StageCheckpoint
     from swarm.stage.versions import Version
 
 PROGRAM = "replay_ticket"
@@ -205,12 +205,12 @@ def _with_those_parameters(found: list[RecordedTicket], checkpoints: Checkpoints
     """
     if not checkpoints:
         return found[-1]
-    head = checkpoints[0].record.head
-    fitting = [ticket for ticket in found if ticket.head == head]
+    version_id = checkpoints[0].record.version_id
+    fitting = [ticket for ticket in found if ticket.version_id == version_id]
     if not fitting:
         step, base = found[-1].step, checkpoints[0].record.step + 1
         raise ConfigError(
-            f"step {step} began at head {found[-1].head[:12]}, the checkpoint of step {base} is of head {head[:12]}: the run was "
+            f"step {step} began at head {found[-1].version_id[:12]}, the checkpoint of step {base} is of head {version_id[:12]}: the run was "
             "set back since"
         )
     return fitting[-1]

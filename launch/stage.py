@@ -22,12 +22,12 @@ from launch.arguments import (
     size_bytes,
     thread_count,
 )
-from launch.run.kept_run import kept_run
 from launch.processes.lifeline import die_with_parent
 from launch.processes.logs import Announcer
-from launch.run.moved_stage import STAGE_FILE, remember_stage, remembered_stage
 from launch.processes.reports import NO_REPORTS, PipeReports, Reports
 from launch.processes.runner import main_of, run_peer
+from launch.run.kept_run import kept_run
+from launch.run.moved_stage import STAGE_FILE, remember_stage, remembered_stage
 from swarm.base.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.run.composing import announce, compose, retitle
     from launch.processes.devices import available_memory
+    from launch.run.composing import announce, compose, retitle
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 

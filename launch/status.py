@@ -95,7 +95,7 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     from rich.text import Text
 
     total = first.detail.get("total_steps")
-    title = f"step {_known(first.step)}{f' of {total}' if total else ''}, head {first.head[:12] or '-'}"
+    title = f"step {_known(first.step)}{f' of {total}' if total else ''}, head {first.version_id[:12] or '-'}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight"):
         table.add_column(heading, no_wrap=True)
@@ -107,7 +107,7 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
             table.add_row(stage, "", Text(str(address)), "", Text("silent", style="red"), "", "", "")
             continue
         table.add_row(stage, reply.member.peer[:8], Text(str(address)), reply.role, Text(reply.state),
-                      _known(reply.step), Text(reply.head[:8]), str(reply.detail.get("in_flight", "")))
+                      _known(reply.step), Text(reply.version_id[:8]), str(reply.detail.get("in_flight", "")))
     return table
 
 

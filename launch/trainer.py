@@ -20,10 +20,10 @@ from launch.arguments import (
 )
 from launch.processes.devices import available_memory
 from launch.processes.logs import Announcer
-from launch.run.metrics import MetricsFile
-from launch.run.models import vocab_size_of
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of, run_peer
+from launch.run.metrics import MetricsFile
+from launch.run.models import vocab_size_of
 from launch.run.step_lines import goes_on_text, step_text
 from launch.run.ticket_files import TicketFiles
 

@@ -74,7 +74,7 @@ class PassThrough(torch.nn.Module):
         return hidden_states if returns is None else (hidden_states, *(None for _ in returns))
 
 
-class Entry(PassThrough):
+class BoundaryEntry(PassThrough):
     """Stands right before the stage's first layer and brings in what the stage before sent."""
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **kwargs: Any) -> Any:

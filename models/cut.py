@@ -23,15 +23,15 @@ from models.boundary import (
     HANDED_ON,
     HIDDEN,
     Absent,
+    BoundaryEntry,
     Crossing,
-    Entry,
     PassThrough,
     carry_per_layer_inputs,
     crossing,
     leave_after,
 )
 from models.compressors import Compression
-from models.loss import IGNORED_LABEL, Tail, balancing_of, precise
+from models.loss import IGNORED_LABEL, LossHead, balancing_of, precise
 from models.masks import samples_of
 from swarm.base.errors import ConfigError
 from swarm.stage.module import Tensors
@@ -76,7 +76,7 @@ class CausalLMStage(torch.nn.Module):
         self.reads_tokens = "input_ids" in inspect.signature(layers[span.start].forward).parameters
         for number in range(self.num_layers):
             if number not in span:
-                layers[number] = (Entry if number == span.start - 1 else PassThrough)(layers[number], anatomy)
+                layers[number] = (BoundaryEntry if number == span.start - 1 else PassThrough)(layers[number], anatomy)
         if any(value for name, value in vars(lm.config).items() if _DRAWS.match(name)):
             for module in (*(layers[number] for number in span), *(getattr(base, name) for name in anatomy.first)):
                 module.draws_at_random = True  # families call dropout as a function: the engine cannot see it there
@@ -87,12 +87,12 @@ class CausalLMStage(torch.nn.Module):
             leave_after(layers[span.stop - 1], anatomy)
         root = anatomy.base.split(".")[0]
         self.add_module(root, getattr(lm, root))
-        self.tail: Tail | None = None
+        self.tail: LossHead | None = None
         if self.is_last:
             for name, child in lm.named_children():
                 if name != root:
                     self.add_module(name, child)
-            self.tail = Tail(lm, root)
+            self.tail = LossHead(lm, root)
         self._narrow: str | None = None
         self._widen: str | None = None
         if compression is not None:
@@ -192,7 +192,7 @@ class CausalLMStage(torch.nn.Module):
         if self.is_first or self.reads_tokens:
             options["input_ids"] = entering["input_ids"]
         else:
-            # The model sees the tensor for its shape and dtype alone; `Entry` brings the one with a gradient.
+            # The model sees the tensor for its shape and dtype alone; `BoundaryEntry` brings the one with a gradient.
             options["inputs_embeds"] = current.placeholder()
         token = crossing.set(current)
         # A mask from outside says itself what is looked at.

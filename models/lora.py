@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from models.cost import ModelCost, cost_of
-from models.initial import uniform
 from models.files.pretrained import PretrainedFactory
-from models.quantized import Bits, QuantizedLinear, bitsandbytes_functional
 from models.files.shards import Source
+from models.initial import uniform
+from models.quantized import Bits, QuantizedLinear, bitsandbytes_functional
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.stage.saved.tensor_file import save_file

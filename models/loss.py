@@ -33,7 +33,7 @@ MAX_LOGIT_ELEMENTS = 2**26
 IGNORED_LABEL = -100
 
 
-class Tail:
+class LossHead:
     """What the causal LM does after its base model, by its own forward: head, multipliers, caps.
 
     Args:

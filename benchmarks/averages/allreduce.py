@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.averages.allreduce_hivemind import cpu_of
 from benchmarks.averages.allreduce_peer import config_of, context_of, gradient_of
 from benchmarks.report import machine, publish
-from swarm.testing.shaped_namespaces import Place
-
 from swarm.base.config import RunConfig
 from swarm.base.ids import Ballot
 from swarm.peer.link import Link
+from swarm.testing.shaped_namespaces import Place
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor
 
@@ -55,26 +55,26 @@ class Swarm:
         self.processes = processes
         self._n = 0
 
-    async def seals(self) -> tuple[m.Term, tuple[m.Seal, ...]]:
+    async def seals(self) -> tuple[m.Attempt, tuple[m.Seal, ...]]:
         """Freeze everyone's ledger for a new attempt."""
         self._n += 1
-        term = m.Term(ballot=Ballot(1, self.link.context.peer), n=self._n)
+        attempt = m.Attempt(ballot=Ballot(1, self.link.context.peer), n=self._n)
         gather = m.Gather(
-            run=self.link.context.run, stage=0, step=0, term=term, freeze=True, members=tuple(self.members)
+            run=self.link.context.run, stage=0, step=0, attempt=attempt, freeze=True, members=tuple(self.members)
         )
         gathered, _ = await self.link.ask(self.members[0], gather, m.Gathered)
-        return term, gathered.seals
+        return attempt, gathered.seals
 
-    async def average(self, term: m.Term, seals: tuple[m.Seal, ...]) -> m.Averaged:
-        request = m.Average(run=self.link.context.run, stage=0, step=0, term=term, seals=seals)
-        return (await self.link.ask(self.members[0], request, m.Averaged, stall_s=120.0))[0]
+    async def average(self, attempt: m.Attempt, seals: tuple[m.Seal, ...]) -> m.AllReduced:
+        request = m.AllReduce(run=self.link.context.run, stage=0, step=0, attempt=attempt, seals=seals)
+        return (await self.link.ask(self.members[0], request, m.AllReduced, stall_s=120.0))[0]
 
     async def part(self, holder: m.Member, result: m.StageResult) -> torch.Tensor:
         """The first elements of the average that `holder` has."""
-        request = m.FetchAverage(
-            run=self.link.context.run, stage=0, step=0, digest=result.average_digest, length=CHECKED
+        request = m.FetchSum(
+            run=self.link.context.run, stage=0, step=0, digest=result.sum_digest, length=CHECKED
         )
-        _, frame = await self.link.ask(holder, request, m.AverageCopy, stall_s=60.0)
+        _, frame = await self.link.ask(holder, request, m.SumCopy, stall_s=60.0)
         return decode_tensor(frame.message.tensors[0], frame.buffers[0])
 
 
@@ -129,9 +129,9 @@ async def measure(num_peers: int, num_elements: int, compression: str, rounds: i
         roots = [process.pid for process in swarm.processes]
         seconds, cpu_s = [], []
         for _ in range(WARM_UP + rounds):
-            term, seals = await swarm.seals()
+            attempt, seals = await swarm.seals()
             cpu, began = cpu_of(roots), time.monotonic()
-            reply = await swarm.average(term, seals)
+            reply = await swarm.average(attempt, seals)
             seconds.append(time.monotonic() - began)
             cpu_s.append(cpu_of(roots) - cpu)
             if reply.result is None or len(reply.result.holders) != num_peers:

@@ -17,10 +17,9 @@ import torch
 
 from swarm.base.config import RunConfig
 from swarm.base.ids import new_incarnation
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
-from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
 from swarm.peer.stage.rounds import Rounds
@@ -29,6 +28,7 @@ from swarm.peer.stage.stage_member import StageMember
 from swarm.stage.compute import StageCompute
 from swarm.stage.executor import ThreadExecutor, Threads
 from swarm.stage.optimizer import moments_for
+from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 
 
 class OneParameter:
@@ -82,8 +82,8 @@ async def serve(options: dict[str, Any]) -> None:
     Rounds(link, member)
     StageLeader(link, member, tasks)
     accumulator = member.step_state(0).accumulator
-    accumulator.ledger.grant(index, accumulator.ledger.term)
-    accumulator.add(index, Entry(1, 0.0), [gradient_of(index, num_elements)])
+    accumulator.ledger.grant(index, accumulator.ledger.attempt)
+    accumulator.add(index, LedgerEntry(1, 0.0), [gradient_of(index, num_elements)])
     await link.serve()
     gc.freeze()  # as the launchers do
     print(json.dumps(context.member().model_dump(mode="json")), flush=True)

@@ -14,30 +14,29 @@ from typing import Any
 
 from benchmarks.averages.allreduce import WARM_UP, Swarm, swarm_of
 from benchmarks.report import machine, publish
-from swarm.testing.shaped_namespaces import DRIVER, namespaces
-
 from swarm.peer.link import together
 from swarm.policy.shares import Reducer, best_shares, time_of
+from swarm.testing.shaped_namespaces import DRIVER, namespaces
 from swarm.wire import messages as m
 
 
 async def equal_round(swarm: Swarm) -> float:
     """Seconds of one round with equal shares, led by the driver."""
-    term, seals = await swarm.seals()
-    request = m.Reduce(run=swarm.link.context.run, stage=0, step=0, term=term, seals=seals)
+    attempt, seals = await swarm.seals()
+    request = m.Reduce(run=swarm.link.context.run, stage=0, step=0, attempt=attempt, seals=seals)
     began = time.monotonic()
     replies = await together(*(swarm.link.ask(x, request, m.Reduced, stall_s=120.0) for x in swarm.members))
     seconds = time.monotonic() - began
-    if len({reply.average_digest for reply, _ in replies}) != 1 or not replies[0][0].average_digest:
+    if len({reply.sum_digest for reply, _ in replies}) != 1 or not replies[0][0].sum_digest:
         raise SystemExit(f"equal shares: {[reply.reason for reply, _ in replies]}")
     return seconds
 
 
 async def led_round(swarm: Swarm) -> float:
     """Seconds of one round as the product's leader runs it."""
-    term, seals = await swarm.seals()
+    attempt, seals = await swarm.seals()
     began = time.monotonic()
-    reply = await swarm.average(term, seals)
+    reply = await swarm.average(attempt, seals)
     if reply.result is None or len(reply.result.holders) != len(swarm.members):
         raise SystemExit(f"shares by bandwidth: {reply.reason}")
     return time.monotonic() - began
@@ -45,9 +44,9 @@ async def led_round(swarm: Swarm) -> float:
 
 async def measured(swarm: Swarm) -> list[tuple[float, float]]:
     """What each member says its link carries up and down, in bytes per second."""
-    term, _ = await swarm.seals()
+    attempt, _ = await swarm.seals()
     ask = m.Collect(
-        run=swarm.link.context.run, stage=0, step=0, term=term, freeze=True, leader=swarm.members[0]
+        run=swarm.link.context.run, stage=0, step=0, attempt=attempt, freeze=True, leader=swarm.members[0]
     )
     replies = await together(*(swarm.link.ask(x, ask, m.Collected) for x in swarm.members))
     return [(reply.upload or 0.0, reply.download or 0.0) for reply, _ in replies]

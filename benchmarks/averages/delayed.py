@@ -25,9 +25,8 @@ from typing import Any
 from benchmarks.averages.big_stage import DATA, MODEL, WIDTH
 from benchmarks.network.hops import wait_for_lines
 from benchmarks.report import machine, publish
-from swarm.testing.shaped_namespaces import DRIVER, Place, namespaces
-
 from swarm.base.config import RunConfig
+from swarm.testing.shaped_namespaces import DRIVER, Place, namespaces
 
 ROOT = Path(__file__).parent.parent
 FORWARD_PART = 1 / 3

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,14 +21,13 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 from benchmarks.averages.big_stage import DATA, MODEL
-from swarm.testing.real_swarm import RealSwarm
 from benchmarks.report import machine, publish
-
 from launch.control import operate
 from launch.status import ask
 from swarm.base.config import RunConfig
 from swarm.base.errors import SwarmError
 from swarm.net.http.transport import HttpTransport
+from swarm.testing.real_swarm import RealSwarm
 from swarm.wire.messages import StatusReply
 
 DONORS = ("stage-0-0", "stage-0-1", "stage-0-2")
@@ -164,7 +162,7 @@ async def same_state(seen: Observed, names: tuple[str, ...]) -> dict[str, str]:
             await asyncio.sleep(2.0)
             replies = {name: await seen.status(name) for name in names}
             known = {name: reply for name, reply in replies.items() if reply is not None and reply.detail["state_digest"]}
-            if len(known) == len(names) and len({reply.head for reply in known.values()}) == 1:
+            if len(known) == len(names) and len({reply.version_id for reply in known.values()}) == 1:
                 return {name: str(reply.detail["state_digest"]) for name, reply in known.items()}
 
 

@@ -14,9 +14,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
-
 
 from benchmarks.report import machine, publish
 from swarm.testing.simulation.schedules import run_seeds

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.plain_loop import adamw, one_step
 
+from benchmarks.plain_loop import adamw, one_step
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.feed.feed import open_feed
@@ -36,16 +36,16 @@ class Evidence:
     digests: dict[tuple[int, str], dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def saw(self, record: CommitRecord) -> None:
-        known = self.records.get(record.head)
+        known = self.records.get(record.version_id)
         if known is None or record.era < known.era:
-            self.records[record.head] = record
+            self.records[record.version_id] = record
 
     def saw_checkpoints(self, root: Path) -> list[StageCheckpoint]:
         """Note every checkpoint below `root`; older ones are pruned by their peers meanwhile."""
         found = scan([root], damaged=[])
         for checkpoint in found:
             self.saw(checkpoint.record)
-            copies = self.digests[checkpoint.stage, checkpoint.record.head]
+            copies = self.digests[checkpoint.stage, checkpoint.record.version_id]
             copies[checkpoint.directory.relative_to(root).parts[0]] = json.dumps(checkpoint.digests, sort_keys=True)
         return found
 
@@ -101,13 +101,13 @@ def judge(config: RunConfig, lines: list[dict[str, Any]], evidence: Evidence, fi
         losses[line["step"]][line["head"]] = line["loss"]
     for record in evidence.records.values():
         if record.step >= 0:
-            losses[record.step + 1][record.head] = record.loss
+            losses[record.step + 1][record.version_id] = record.loss
     verdict.check("all steps are committed", [f"step {s} was not seen" for s in range(1, last + 1) if s not in losses])
-    _check_heads(verdict, losses, evidence, final)
+    _check_version_ids(verdict, losses, evidence, final)
     _check_plain(verdict, config, losses, final)
     verdict.check("the copies of each state have one digest", [
-        f"stage {stage}, head {head[:12]}: {', '.join(sorted(copies))} differ"
-        for (stage, head), copies in evidence.digests.items() if len(set(copies.values())) > 1
+        f"stage {stage}, head {version_id[:12]}: {', '.join(sorted(copies))} differ"
+        for (stage, version_id), copies in evidence.digests.items() if len(set(copies.values())) > 1
     ])  # fmt: skip
     compared = [len(copies) for copies in evidence.digests.values() if len(copies) > 1]
     verdict.numbers |= {"committed_steps": last, "states_compared": len(compared), "set_backs": evidence.num_set_backs,
@@ -115,23 +115,23 @@ def judge(config: RunConfig, lines: list[dict[str, Any]], evidence: Evidence, fi
     return verdict
 
 
-def _check_heads(
+def _check_version_ids(
     verdict: Verdict, losses: dict[int, dict[str, float]], evidence: Evidence, final: list[StageCheckpoint]
 ) -> None:
     """One head for each step and era, and each record follows the one before."""
     verdict.check("all stages end at one head", [
-        f"stage {c.stage}: {c.record.head[:12]}" for c in final if c.record.head != final[0].record.head
+        f"stage {c.stage}: {c.record.version_id[:12]}" for c in final if c.record.version_id != final[0].record.version_id
     ])
     several = []
-    for step, heads in sorted(losses.items()):
-        eras = [evidence.records[head].era if head in evidence.records else None for head in heads]
+    for step, version_ids in sorted(losses.items()):
+        eras = [evidence.records[version_id].era if version_id in evidence.records else None for version_id in version_ids]
         # Heads of one step are allowed only where a set-back, which is reported, lies between them.
-        if len(heads) > 1 and (None in eras or len(set(eras)) < len(eras)):
-            several.append(f"step {step}: heads {sorted(h[:12] for h in heads)} in eras {eras}")
+        if len(version_ids) > 1 and (None in eras or len(set(eras)) < len(eras)):
+            several.append(f"step {step}: heads {sorted(h[:12] for h in version_ids)} in eras {eras}")
     verdict.check("peers agree on the head of each step", several)
     broken = []
     record = final[0].record
-    while record.step > 0 and (previous := evidence.records.get(record.previous_head)) is not None:
+    while record.step > 0 and (previous := evidence.records.get(record.previous_version_id)) is not None:
         if previous.step != record.step - 1:
             broken.append(f"step {record.step + 1} follows step {previous.step + 1}")
         record = previous
@@ -149,11 +149,11 @@ def _check_plain(
     wrong, worst = [], 0.0
     for step in range(final[0].record.step + 1):
         plain, _ = one_step(config, feed, model, optimizer, step)
-        for head, loss in losses.get(step + 1, {}).items():
+        for version_id, loss in losses.get(step + 1, {}).items():
             distance = abs(loss - plain) / abs(plain)
             worst = max(worst, distance)
             if not distance <= TOLERANCE:
-                wrong.append(f"step {step + 1}, head {head[:12]}: loss {loss!r}, plain {plain!r}")
+                wrong.append(f"step {step + 1}, head {version_id[:12]}: loss {loss!r}, plain {plain!r}")
     verdict.check(f"losses equal one plain process's to {TOLERANCE:g}", wrong)
     swarm = {name: value for checkpoint in final for name, value in checkpoint.parameters().items()}
     mine = dict(model.named_parameters())

@@ -13,9 +13,8 @@ import signal
 import time
 from dataclasses import dataclass
 
-from swarm.testing.faulty_proxy import Fault
 from benchmarks.faults.proxied_swarm import COME_BACK_S, NUM_STAGES, Process, ProxiedSwarm
-
+from swarm.testing.faulty_proxy import Fault
 from swarm.wire.messages import StatusReply
 
 #: Relative frequencies.
@@ -77,8 +76,8 @@ class Chaos:
     def _victim(self, statuses: dict[str, StatusReply]) -> tuple[str, Process]:
         """The coordinator, a leader, or anybody; with what it is."""
         processes = self._swarm.processes
-        reigning = [(s.ballot, n) for n, s in statuses.items() if s.ballot >= 0]
-        coordinator = max(reigning)[1] if reigning else None
+        leading = [(s.ballot, n) for n, s in statuses.items() if s.ballot >= 0]
+        coordinator = max(leading)[1] if leading else None
         newest = max(statuses.values(), key=lambda s: s.step).stages if statuses else ()
         by_peer = {p.peer: p for p in processes.values()}
         firsts = [next((x.peer for x in members if x.ready), "") for members in newest]

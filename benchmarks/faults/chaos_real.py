@@ -27,13 +27,12 @@ from benchmarks.faults.chaos_checks import MAX_NAMED, Verdict, judge, metrics_li
 from benchmarks.faults.chaos_faults import KINDS, Chaos
 from benchmarks.faults.proxied_swarm import COME_BACK_S, START_S, ProxiedSwarm, configuration
 from benchmarks.report import machine, publish
-
 from launch.run.run_files import DataPaths, create_run
 from swarm.stage.saved.checkpoint import StageCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FaultPlan:
     """Fields are the options of the command line."""
 
     minutes: float
@@ -57,7 +56,7 @@ class Outcome:
     machine: dict[str, Any]
 
 
-async def _run(directory: Path, plan: Plan) -> Outcome:
+async def _run(directory: Path, plan: FaultPlan) -> Outcome:
     rng = random.Random(plan.seed)
     swarm = ProxiedSwarm(directory, create_run(configuration("chaos-real"), DataPaths()), rng)
     chaos = Chaos(swarm, rng)
@@ -117,7 +116,7 @@ def _slowest(outcome: Outcome, count: int = 8) -> list[dict[str, Any]]:
     return rows
 
 
-def _report(outcome: Outcome, verdict: Verdict, plan: Plan) -> None:
+def _report(outcome: Outcome, verdict: Verdict, plan: FaultPlan) -> None:
     injected = outcome.chaos.injected
     before, after = (_rate(outcome.swarm.commits, *span) for span in outcome.calm)
     calm = (before + after) / 2
@@ -151,7 +150,7 @@ def _report(outcome: Outcome, verdict: Verdict, plan: Plan) -> None:
             print(f"VIOLATION {name}: {failure}")
 
 
-def chaos(plan: Plan) -> int:
+def chaos(plan: FaultPlan) -> int:
     """Run, judge, print and write the result; returns the number of violations."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(name)
@@ -190,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=None, metavar="DIR", help="keep logs, metrics and checkpoints here")
     options = parser.parse_args(argv)
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
-    plan = Plan(minutes=options.minutes, interval_s=options.interval, baseline_s=options.baseline, seed=seed,
+    plan = FaultPlan(minutes=options.minutes, interval_s=options.interval, baseline_s=options.baseline, seed=seed,
                 logs=options.logs)  # fmt: skip
     return 1 if chaos(plan) else 0
 

@@ -20,15 +20,13 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-
 import torch
+
 from benchmarks.report import machine, publish
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import small_config
-
 from swarm.testing.virtual_time import run_virtual
 
 HOW = ("killed", "preempted", "stopped", "joiners")

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.chaos_checks import Evidence
-from swarm.testing.faulty_proxy import FaultyNetwork, Place
-
 from launch.processes.children import Child, Children
 from launch.status import ask
 from swarm.base.config import RunConfig
@@ -28,6 +26,7 @@ from swarm.base.ids import Address
 from swarm.net.http.transport import HttpTransport
 from swarm.stage.saved.checkpoint import StageCheckpoint
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.faulty_proxy import FaultyNetwork, Place
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Hello, RunInfo, StatusReply
 
@@ -259,12 +258,12 @@ class ProxiedSwarm:
         begun_at, until = self.commits[-1][1], time.monotonic() + 2 * COME_BACK_S
         while time.monotonic() < until:
             await asyncio.sleep(1.0)
-            heads: dict[str, dict[str, StageCheckpoint]] = {}
+            version_ids: dict[str, dict[str, StageCheckpoint]] = {}
             for checkpoint in self.evidence.saw_checkpoints(self.state_root):
                 if checkpoint.record.step + 1 > begun_at:
                     owner = checkpoint.directory.relative_to(self.state_root).parts[0]
-                    heads.setdefault(checkpoint.record.head, {})[owner] = checkpoint
-            for copies in heads.values():
+                    version_ids.setdefault(checkpoint.record.version_id, {})[owner] = checkpoint
+            for copies in version_ids.values():
                 if len(copies) == NUM_STAGES * PEERS_PER_STAGE:
                     return [copies[f"stage-{stage}-0"] for stage in range(NUM_STAGES)]
         self.failures.append(f"{2 * COME_BACK_S:g} s after the faults the peers have written no common checkpoint")

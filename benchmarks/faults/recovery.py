@@ -29,16 +29,16 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 import torch
+
 from benchmarks.averages.allreduce import HERE
 from benchmarks.averages.big_stage import DATA, MODEL, WIDTH, BigFactory
-from swarm.testing.real_swarm import RealSwarm
 from benchmarks.faults.recovery_peer import BEFORE, LEADER, MEMBER, PHASES, Death
 from benchmarks.report import machine, publish
-
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address, Ticket
 from swarm.feed.feed import open_feed
 from swarm.net.http.transport import HttpTransport
+from swarm.testing.real_swarm import RealSwarm
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor
 from swarm.wire.framing import Frame
@@ -135,11 +135,11 @@ async def average_of(transport: HttpTransport, address: Address, record: m.Commi
     """The average that the record names, as the peer at `address` holds it."""
     flat = torch.empty(total)
     for offset in range(0, total, PART_ELEMENTS):
-        request = m.FetchAverage(
-            run=record.run, stage=0, step=STEP, digest=record.results[0].average_digest, offset=offset, length=PART_ELEMENTS
+        request = m.FetchSum(
+            run=record.run, stage=0, step=STEP, digest=record.results[0].sum_digest, offset=offset, length=PART_ELEMENTS
         )
         frame = await transport.call(address, Frame(request), stall_s=ASK_S)
-        if not isinstance(frame.message, m.AverageCopy):
+        if not isinstance(frame.message, m.SumCopy):
             raise SystemExit(f"{address} does not hold the average that was committed: {frame.message}")
         part = decode_tensor(*frame.only_tensor())
         flat[offset : offset + part.numel()] = part

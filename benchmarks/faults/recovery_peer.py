@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import stage
-from launch.run import composing
 from launch.processes.reports import NO_REPORTS, Reports
+from launch.run import composing
 from swarm.base.ids import Address
 from swarm.net.http.transport import HttpTransport
 from swarm.net.transport import Handler, Progress
@@ -80,8 +80,8 @@ class MortalTransport(HttpTransport):
             if getattr(message, "step", None) == self._death.step:
                 self._comes(message)
             reply = await handler(frame, progress)
-            is_end = isinstance(reply.message, m.Reduced) and reply.message.average_digest
-            if self._is_victim and (is_end or (isinstance(reply.message, m.Averaged) and reply.message.result)):
+            is_end = isinstance(reply.message, m.Reduced) and reply.message.sum_digest
+            if self._is_victim and (is_end or (isinstance(reply.message, m.AllReduced) and reply.message.result)):
                 self._at(HOLDING)
             return reply
 
@@ -90,7 +90,7 @@ class MortalTransport(HttpTransport):
     def _comes(self, message: m.Message) -> None:
         if isinstance(message, m.Collect):
             self._leader = message.leader
-        elif isinstance(message, m.Average) and self._death.who == LEADER:
+        elif isinstance(message, m.AllReduce) and self._death.who == LEADER:
             self._take_part()
         elif isinstance(message, m.Reduce) and self._death.who == MEMBER:
             others = [x.member for x in message.seals if self._leader is None or x.member.key != self._leader.key]

@@ -14,7 +14,6 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,15 +22,15 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 import torch
-from benchmarks.plain_loop import adamw, one_step
-from swarm.testing.real_swarm import RealSwarm, tiny_config
-from benchmarks.report import machine, publish
 
+from benchmarks.plain_loop import adamw, one_step
+from benchmarks.report import machine, publish
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.feed import open_feed
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.real_swarm import RealSwarm, tiny_config
 
 TOLERANCE = 1e-10
 #: This part of the lives ends while its processes start, within this time; the others while they train.

@@ -62,7 +62,7 @@ def plain(config: RunConfig, factory: CausalLMFactory, options: argparse.Namespa
     return [run(options.micro_batches) for _ in range(options.repetitions)]
 
 
-class _Part(torch.nn.Module):
+class _StagePart(torch.nn.Module):
     """A stage as `torch.distributed.pipelining` wants it: a tensor in, a tensor out; the loss comes after."""
 
     def __init__(self, stage: CausalLMStage) -> None:
@@ -85,7 +85,7 @@ def nccl(config: RunConfig, factory: CausalLMFactory, options: argparse.Namespac
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     dtype, micro_batches = PRECISION_DTYPES[config.precision], options.micro_batches
-    part = _Part(stage_on(factory, factory.spans[rank], device, dtype, compile=options.compile))
+    part = _StagePart(stage_on(factory, factory.spans[rank], device, dtype, compile=options.compile))
     stage = PipelineStage(part, rank, size, device)
 
     def run(schedule: Any, num: int) -> float:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from benchmarks.report import machine, publish
 
+from benchmarks.report import machine, publish
 from swarm.stage.accumulator import LARGEST
 from swarm.stage.gpu.kernels import MAX_TOGETHER, Summand, add_together, survey
 from swarm.wire.compression import CODECS, code_tensor, decode_coded

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.report import machine, publish
 
+from benchmarks.report import machine, publish
 from launch.status import ask
 from swarm.base.config import TIMING_PRESETS, RunConfig
 from swarm.base.errors import SwarmError

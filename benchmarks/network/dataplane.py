@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.network.dataplane_peers import CLIENTS, Deadline
 from benchmarks.process_cpu import busy_machine_s, cpu_of_tree
 from benchmarks.report import machine, publish
-
 from swarm.wire.compression import CODECS, code_tensor, decode_coded
 
 MIB = 2**20

@@ -22,6 +22,7 @@ from hivemind.moe.expert_uid import ExpertInfo
 from hivemind.moe.server.module_backend import ModuleBackend
 from hivemind.moe.server.server import Server
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
+
 from benchmarks.process_cpu import cpu_of_tree
 
 SMALL_BYTES = 1024

@@ -21,8 +21,8 @@ import torch
 from aiohttp import web
 
 from swarm.base.ids import Address
-from swarm.net.http.transport import HttpTransport
 from swarm.net.http.server import READ_BYTES
+from swarm.net.http.transport import HttpTransport
 from swarm.net.transport import Progress
 from swarm.stage.device import HostDevice
 from swarm.stage.executor import Priority, ThreadExecutor

@@ -7,7 +7,6 @@ import statistics
 from typing import Any
 
 from benchmarks.network.dht_nodes import close, key_of, on_datagrams, signed, spawn
-
 from swarm.net.identity import Identity
 from swarm.net.kademlia.server import ServerTiming
 from swarm.testing.memory_datagrams import DatagramLoop

@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 from benchmarks.network.dht_nodes import NUM_KEYS, key_of, percentile, signed
-
 from swarm.base.ids import Address
 from swarm.net.identity import Identity
 from swarm.net.kademlia.dht import KademliaDht

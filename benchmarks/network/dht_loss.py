@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.network.dht_nodes import close, key_of, on_datagrams, percentile, signed, spawn
-
 from swarm.base.ids import Address
-from swarm.testing.virtual_time import run_virtual
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.testing.lossy_udp import LossyUdp
 from swarm.testing.memory_datagrams import DatagramLoop
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.testing.virtual_time import run_virtual
 
 LOSS = {"drop": 0.2, "duplicate": 0.1}
 

@@ -23,7 +23,6 @@ from typing import Any
 from benchmarks.process_cpu import busy_machine_s, cpu_of_tree
 from benchmarks.report import machine, publish
 from benchmarks.timed_model import DATA, MODEL, WIDTH
-
 from swarm.base.config import RunConfig
 
 START_TIMEOUT_S = 120.0

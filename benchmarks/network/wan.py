@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.report import machine, publish
-from swarm.testing.shaped_proxy import Line, Shaper
 
+from benchmarks.report import machine, publish
 from launch.status import ask
 from models.registry import factory_of
 from swarm.base.config import TIMING_PRESETS, RunConfig, parse_config_bytes
@@ -38,6 +37,7 @@ from swarm.lifecycle.record import genesis_record
 from swarm.net.http.transport import HttpTransport
 from swarm.stage.compute import StageCompute
 from swarm.stage.versions import make_version
+from swarm.testing.shaped_proxy import Line, Shaper
 
 DELAYS_MS = (0, 10, 50, 100, 200)
 PUBLISHED = {

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scheduling.rebalancing_trace import Outcome, Pipeline, Trace
 from benchmarks.report import machine, publish
+from benchmarks.scheduling.rebalancing_trace import Outcome, Pipeline, Trace
 
 #: seconds between decisions -> what the paper reports: overall, first hour, last hour.
 PAPER = {0.0: (0.827, 0.990, 0.454), 300.0: (0.958, 0.994, 0.889), 60.0: (0.976, 0.998, 0.917)}

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE
-
 import launch.backbone
 import launch.stage
 import launch.trainer
 import models.registry
 import swarm.peer.stage.stage_peer
 import swarm.stage.device
+from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE
 from launch.processes.lifeline import die_with_parent
 
 __all__ = ["Peer", "Phase", "Settings", "Swarm", "best_rate", "measure", "spread"]

@@ -28,10 +28,9 @@ from typing import Any
 from benchmarks.process_cpu import busy_machine_s
 from benchmarks.report import machine, publish
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE, WIDTH
-
 from launch.arguments import LaunchParser, add_data_options, add_logging_options, add_network_options, add_run_options
-from launch.run.composing import compose
 from launch.processes.runner import main_of, run_peer
+from launch.run.composing import compose
 from launch.status import ask
 from swarm.base.config import RunConfig
 from swarm.base.errors import SwarmError

@@ -38,9 +38,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.corpus import write_parts
 from benchmarks.report import RESULTS, load, machine, publish, redraw
-
+from benchmarks.training.corpus import write_parts
 from launch.run.models import described, fields_of
 from launch.status import ask
 from swarm.base.config import RunConfig, parse_config

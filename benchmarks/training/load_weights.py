@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 from benchmarks.report import machine, publish
 
 ROOT = Path(__file__).parents[1]

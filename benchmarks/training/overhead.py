@@ -35,7 +35,6 @@ from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s, stat_of, tree_of
 from benchmarks.report import machine, publish
-
 from swarm.base.config import RunConfig
 
 POLL_S = 0.01

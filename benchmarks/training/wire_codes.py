@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks.report import machine, publish
 from benchmarks.training.smollm2 import write
-
 from models.quantized import bitsandbytes_functional
 from swarm.wire import scaled
 from swarm.wire.messages import BLOCK_SIZE, num_scaled_bytes

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.arguments import EXIT_USAGE
-from launch.processes.children import Child, Children
-from launch.processes.daemon_thread import in_daemon_thread
 from launch.local_swarm.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
 from launch.local_swarm.plan import (
     DEFAULT_PEERS_PER_STAGE,
@@ -26,13 +24,15 @@ from launch.local_swarm.plan import (
     backbone_command,
     peer_commands,
 )
+from launch.local_swarm.view import Picture, PlainView, Row
+from launch.local_swarm.watching import watch_peers
+from launch.processes.children import Child, Children
+from launch.processes.daemon_thread import in_daemon_thread
+from launch.processes.runner import Stopper
 from launch.run.metrics import MetricsFile
 from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer
 from launch.run.run_files import create_run, require_same, still_needed
-from launch.processes.runner import Stopper
 from launch.run.step_lines import goes_on_text, loss_text
-from launch.local_swarm.view import Picture, PlainView, Row
-from launch.local_swarm.watching import watch_peers
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError, SwarmError

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from launch.local_swarm.view import Picture, Row
 from launch.processes.children import Child
 from launch.status import ask
-from launch.local_swarm.view import Picture, Row
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Address
 

@@ -190,10 +190,10 @@ class Children:
     async def _read_replies(self, replies: asyncio.StreamReader) -> None:
         with contextlib.suppress(ConnectionError):  # what was sent to a server that has gone
             while line := await replies.readline():
-                self._heed(json.loads(line))
+                self._raise_if_newer(json.loads(line))
         self._server_ended()
 
-    def _heed(self, reply: dict[str, Any]) -> None:
+    def _raise_if_newer(self, reply: dict[str, Any]) -> None:
         assert self._ready is not None
         if "ready" in reply:
             self._ready.set_result(reply["ready"])

@@ -51,7 +51,7 @@ def main_of(
 ) -> int:
     """Body of a launcher's `main`: `work(options, argv, reports)`; every error becomes one line and an exit code.
 
-    Who has stopped reading what is printed (`| head`) has seen enough: that is no error.
+    Who has stopped reading what is printed (`| version_id`) has seen enough: that is no error.
     """
     try:
         return _answer(program, parse, work, list(sys.argv[1:] if argv is None else argv), reports)

@@ -15,18 +15,18 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from launch.run.kept_run import KeptRun, kept_run
 from launch.processes.logs import Announcer
 from launch.processes.reports import Reports
-from launch.run.run_files import DataPaths, build_config, create_run, read_run_file, with_model
 from launch.processes.state_directory import claim_directory
+from launch.run.kept_run import KeptRun, kept_run
+from launch.run.run_files import DataPaths, build_config, create_run, read_run_file, with_model
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import Address, new_incarnation
-from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.exchange import Bounds
 from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
+from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.ports import bind_tcp_and_udp
 from swarm.peer.context import PeerContext

@@ -67,18 +67,18 @@ class MetricsFile:
                 self._run = None
             offset += len(text)
 
-    def _note(self, run: str, step: int, offset: int, head: str) -> None:
+    def _note(self, run: str, step: int, offset: int, version_id: str) -> None:
         if run != self._run:
             self._lines.clear()
             self._run = run
-        self._lines[step] = (offset, head)
+        self._lines[step] = (offset, version_id)
 
     def append(self, line: dict[str, Any]) -> None:
         """Write one line, whole, unless it stands there; a disk that refuses is told once, and costs the line."""
         if self._file is None:
             return
-        run, step, head = line["run"], line["step"], line["head"]
-        if run == self._run and self._lines.get(step, (0, ""))[1] == head:
+        run, step, version_id = line["run"], line["step"], line["head"]
+        if run == self._run and self._lines.get(step, (0, ""))[1] == version_id:
             return
         last = max(self._lines, default=step) if run == self._run else step
         if step > last + 1:
@@ -97,7 +97,7 @@ class MetricsFile:
             return
         self._is_failing = False
         if self._is_kept:
-            self._note(run, step, offset, head)
+            self._note(run, step, offset, version_id)
 
     def _forget_from(self, run: str, step: int) -> None:
         """`step` is committed anew: what stands there of it and of later ones did not last."""

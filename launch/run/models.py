@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.files.hub import Hub, is_hub_id
-from models.presets import PRESET_OPTIONS, PRETRAINED
 from models.files.shards import Directory, Shards, read_config
 from models.files.stored_codes import require_full_precision, without_method
+from models.presets import PRESET_OPTIONS, PRETRAINED
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.dotted import is_dotted

@@ -75,13 +75,13 @@ class _Stage(m.Norms):
     computed_on: m.KindField | None = None
 
 
-class RecordedTicket(m.Part):
+class RecordedTicket(m.Piece):
     """One line of such a file."""
 
     step: m.StepField
     index: m.IndexField
     run: m.RunIdField
-    head: m.DigestField
+    version_id: m.DigestField
     loss_sum: float
     tokens: Annotated[int, Field(ge=0, lt=2**53)]
     stages: tuple[_Stage, ...]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass
-class Recipe:
+class TensorConversion:
     """How parameters `makes` come from files' tensors: (name in the files, the rule's pattern that it fits)."""
 
     makes: tuple[str, ...]
@@ -30,9 +30,9 @@ class Conversion:
         self._wanted = {name: tensor for name, tensor in lm.state_dict().items()}
         self._rename, self._rules = _rules_of(lm)
 
-    def recipes(self, names: Iterable[str]) -> tuple[list[Recipe], list[str]]:
+    def recipes(self, names: Iterable[str]) -> tuple[list[TensorConversion], list[str]]:
         """What the tensors `names` of the files make, and those of them that make nothing."""
-        found: dict[str, Recipe] = {}
+        found: dict[str, TensorConversion] = {}
         unknown = []
         for name in sorted(names, key=_natural):
             target, pattern = (name, None) if name in self._wanted else self._rename(name)
@@ -41,7 +41,7 @@ class Conversion:
                 continue
             rule = self._rules.get(pattern) if pattern is not None else None
             made = (target,) if rule is None else _targets(target, rule, self._wanted)
-            recipe = found.setdefault(target, Recipe(made, rule=rule))
+            recipe = found.setdefault(target, TensorConversion(made, rule=rule))
             recipe.sources.append((name, pattern or name))
         return list(found.values()), unknown
 
@@ -49,7 +49,7 @@ class Conversion:
         """What the tensor `name` of the files would be called in the model."""
         return self._rename(name)[0]
 
-    def make(self, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def make(self, recipe: TensorConversion, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Parameters by name.
 
         Args:

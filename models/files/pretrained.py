@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from models.causal_lm import CausalLMFactory
-from models.files.conversion import Conversion, Recipe
 from models.cost import ModelCost
-from models.files.shards import Entry, Shards, Source, block_digests, block_of, read_config
+from models.files.conversion import Conversion, TensorConversion
+from models.files.shards import ShardEntry, Shards, Source, block_digests, block_of, read_config
 from models.files.stored_codes import FLOATS, method_of, refusal, require_full_precision
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -81,7 +81,7 @@ class PretrainedFactory:
         """Numbers of each stage's layers."""
         return self.cut.spans
 
-    def _account(self, shards: Shards) -> dict[str, Recipe]:
+    def _account(self, shards: Shards) -> dict[str, TensorConversion]:
         """Strict in both directions; a head that is tied to the embedding may be left out, or be there twice."""
         require_full_precision(shards.source.name, read_config(shards.source), dict.fromkeys(shards.names))
         present = [name for name in shards.names if not _COMPUTED.search(name)]
@@ -160,7 +160,7 @@ class PretrainedFactory:
             self._require_values(name, entries[name], [targets[x] for x in recipe.makes if x in targets])
             if recipe.rule is None and recipe.makes[0] in targets:
                 _require_shape(recipe.makes[0], entries[name].shape, targets[recipe.makes[0]], str(entries[name].path))
-        leaves: dict[str, tuple[Entry, bytes]] = {}
+        leaves: dict[str, tuple[ShardEntry, bytes]] = {}
         gathered: dict[str, torch.Tensor] = {}
         for name, entry in entries.items():
             digest, found = hashlib.sha256(), needed.get(name)
@@ -175,7 +175,7 @@ class PretrainedFactory:
         if not by_file:
             self._verify(block_digests(leaves))
 
-    def _require_values(self, name: str, entry: Entry, targets: Sequence[torch.Tensor]) -> None:
+    def _require_values(self, name: str, entry: ShardEntry, targets: Sequence[torch.Tensor]) -> None:
         """Codes in place of the values of a parameter; a buffer may hold whole numbers."""
         if entry.dtype not in FLOATS and all(target.is_floating_point() for target in targets):
             assert self._shards is not None
@@ -183,7 +183,7 @@ class PretrainedFactory:
             raise refusal(self._source_name, method, f"{name} is of type {entry.dtype}")
 
     def _make(
-        self, recipe: Recipe, tensors: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
+        self, recipe: TensorConversion, tensors: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
         takers: Mapping[str, Callable[[torch.Tensor], None]],
     ) -> None:  # fmt: skip
         """Hand over what the files' `tensors` make."""
@@ -249,7 +249,7 @@ def _require_shape(name: str, shape: tuple[int, ...], target: torch.Tensor, wher
 class _Copy:
     """Puts a tensor's bytes, as they come, into its place; None takes nothing."""
 
-    def __init__(self, entry: Entry, target: torch.Tensor | None) -> None:
+    def __init__(self, entry: ShardEntry, target: torch.Tensor | None) -> None:
         self._dtype = _DTYPES.get(entry.dtype, torch.uint8)
         self._target = None if target is None else target.view(-1)
 

@@ -79,7 +79,7 @@ class Directory:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShardEntry:
     """Where one tensor lies: bytes `start:end` of `path`."""
 
     name: str
@@ -121,7 +121,7 @@ class Shards:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._headers: dict[str, dict[str, Entry]] = {}
+        self._headers: dict[str, dict[str, ShardEntry]] = {}
         index = source.path(INDEX_FILE)
         #: The file that says which tensors are the model's.
         self.listed_in = SINGLE_FILE if index is None else INDEX_FILE
@@ -152,7 +152,7 @@ class Shards:
         """Files that were opened so far."""
         return frozenset(self._headers)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ShardEntry:
         """Where tensor `name` lies. Opens its shard.
 
         Raises:
@@ -164,7 +164,7 @@ class Shards:
             raise ConfigError(f"model {self.source.name}: {file} does not hold {name}, which the index places there")
         return found
 
-    def _header(self, file: str) -> dict[str, Entry]:
+    def _header(self, file: str) -> dict[str, ShardEntry]:
         if file not in self._headers:
             path = self.source.path(file)
             if path is None:
@@ -172,7 +172,7 @@ class Shards:
             self._headers[file] = _read_header(path)
         return self._headers[file]
 
-    def read(self, entry: Entry, take: Callable[[int, memoryview], None], digest: Any) -> None:
+    def read(self, entry: ShardEntry, take: Callable[[int, memoryview], None], digest: Any) -> None:
         """Give `take(offset, chunk)` the tensor's bytes in order, and `digest` too. The chunk is valid during the call.
 
         Raises:
@@ -232,13 +232,13 @@ class Shards:
             leaves = dict(zip(wanted, pool.map(self._leaf, [self.entry(name) for name in wanted]), strict=True))
         return block_digests({name: (self.entry(name), leaf) for name, leaf in leaves.items()})
 
-    def _leaf(self, entry: Entry) -> bytes:
+    def _leaf(self, entry: ShardEntry) -> bytes:
         digest = hashlib.sha256()
         self.read(entry, lambda offset, chunk: None, digest)
         return digest.digest()
 
 
-def block_digests(leaves: Mapping[str, tuple[Entry, bytes]]) -> dict[str, str]:
+def block_digests(leaves: Mapping[str, tuple[ShardEntry, bytes]]) -> dict[str, str]:
     """From each tensor's SHA-256 to each block's: 64 hex digits over names, types, shapes and bytes."""
     blocks: dict[str, Any] = {}
     for name in sorted(leaves):
@@ -269,7 +269,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path) -> dict[str, ShardEntry]:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -291,7 +291,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entries(path: Path, header: Mapping[str, Any], base: int) -> Iterator[tuple[str, Entry]]:
+def _entries(path: Path, header: Mapping[str, Any], base: int) -> Iterator[tuple[str, ShardEntry]]:
     for name, fields in header.items():
         if name == "__metadata__":
             continue
@@ -304,4 +304,4 @@ def _entries(path: Path, header: Mapping[str, Any], base: int) -> Iterator[tuple
             raise ConfigError(f"{path}: {name} is of type {dtype}, which is not supported")
         if min(shape, default=0) < 0 or start < 0 or end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise ConfigError(f"{path}: {name} of shape {shape} does not fill bytes {start} to {end}")
-        yield name, Entry(name, path, dtype, shape, base + start, base + end)
+        yield name, ShardEntry(name, path, dtype, shape, base + start, base + end)

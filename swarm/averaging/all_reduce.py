@@ -18,22 +18,22 @@ import torch
 from swarm.averaging.butterfly import Butterfly, Sum
 from swarm.averaging.compressors.interface import Compressed, Compression
 from swarm.averaging.grid import groups_of, num_levels
-from swarm.averaging.reduction import NUM_CHUNKS, Code, Part, Payload, RoundFailed, RunJob, at_once
+from swarm.averaging.reduction import NUM_CHUNKS, Code, CodedChunk, GroupVector, RoundFailed, RunJob, at_once
 from swarm.averaging.tied import Tied
 from swarm.policy.shares import hagenbach_bischoff
 from swarm.stage.digest import digest_of, squares_of
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.messages import Attempt, Member, Seal
 
 
 @dataclass(frozen=True)
-class Average:
+class StageSum:
     """The summed gradient of one attempt: flat [N] on the CPU, tied sums included, its digest, and its sum of squares.
 
     The squares (fp64) are without tied parameters that another stage owns; `tied` has each tie's name and digest. `state`
     is what this member's compressor keeps if the attempt is committed.
     """
 
-    term: Term
+    attempt: Attempt
     seals: tuple[Seal, ...]
     flat: torch.Tensor
     digest: str
@@ -43,7 +43,7 @@ class Average:
 
 
 #: Sends chunk `number` of slice `j` in exchange `phase` to member j: `(phase, j, number, payload) -> reduced chunk`.
-Exchange = Callable[[int, int, int, Payload | None], Awaitable[Payload]]
+PhaseExchange = Callable[[int, int, int, CodedChunk | None], Awaitable[CodedChunk]]
 #: Adds other stages' sums of tied parameters to this stage's flat sum, in place.
 AddTied = Callable[[torch.Tensor], Awaitable[Tied]]
 
@@ -52,13 +52,13 @@ class Round:
     """One member's part in one attempt."""
 
     def __init__(
-        self, term: Term, seals: Sequence[Seal], me: tuple[str, str], compression: Compression, *, dtype: torch.dtype,
+        self, attempt: Attempt, seals: Sequence[Seal], me: tuple[str, str], compression: Compression, *, dtype: torch.dtype,
         shares: Sequence[int] = (), auxiliaries: Sequence[Member] = (), max_group: int = 2**30,
         num_chunks: int = NUM_CHUNKS, chunk_elements: int | None = None, run_job: RunJob = at_once,
     ) -> None:  # fmt: skip
         """
         Args:
-            term: the attempt.
+            attempt: the attempt.
             seals: of all members.
             me: key of this member.
             compression: of this member's contribution, not begun.
@@ -75,7 +75,7 @@ class Round:
         """
         if shares and len(shares) != len(seals) + len(auxiliaries):
             raise ValueError(f"{len(shares)} shares for {len(seals)} members and {len(auxiliaries)} auxiliaries")
-        self.term = term
+        self.attempt = attempt
         self.seals = tuple(seals)
         self.members = [*(seal.member for seal in seals), *auxiliaries]
         self._num_auxiliaries = len(auxiliaries)
@@ -107,7 +107,7 @@ class Round:
     def index_of(self, member: Member) -> int | None:
         return next((i for i, known in enumerate(self.members) if known.key == member.key), None)
 
-    async def reduce(self, member: Member, phase: int, number: int, part: Payload | None) -> Payload:
+    async def reduce(self, member: Member, phase: int, number: int, part: CodedChunk | None) -> CodedChunk:
         """`member`'s part of chunk `number` of my slice came in; returns the reduced chunk when all parts have.
 
         Raises:
@@ -134,14 +134,14 @@ class Round:
             exchange.fail(error)
         self._changed.set()
 
-    async def run(self, exchange: Exchange, add_tied: AddTied | None = None) -> Average:
+    async def run(self, exchange: PhaseExchange, add_tied: AddTied | None = None) -> StageSum:
         """Exchange what the compression asks for and assemble the average; with `add_tied` it is none without tied sums.
 
         Raises:
             RoundFailed: naming the members that could not be exchanged with.
         """
         result = await self._advance(None)
-        while isinstance(result, Part):
+        while isinstance(result, GroupVector):
             result = await self._advance(await self._sum(result, exchange))
         self._is_complete = True
         self._changed.set()
@@ -151,12 +151,12 @@ class Round:
             # Into a copy: chunks of the sum are still on their way to others, or it is the accumulator itself.
             tied = await add_tied(await self._run_job(flat.clone))
         digest, sum_squares = await self._run_job(lambda: (digest_of([tied.flat]), squares_of(tied.flat, tied.uncounted)))
-        return Average(self.term, self.seals, tied.flat, digest, sum_squares, tied.digests, result.state)
+        return StageSum(self.attempt, self.seals, tied.flat, digest, sum_squares, tied.digests, result.state)
 
-    async def _advance(self, total: Sum | None) -> Part | Compressed:
+    async def _advance(self, total: Sum | None) -> GroupVector | Compressed:
         """The compression's next part, or its result."""
 
-        def job() -> Part | Compressed:
+        def job() -> GroupVector | Compressed:
             try:
                 return next(self._compression) if total is None else self._compression.send(total)
             except StopIteration as end:
@@ -164,7 +164,7 @@ class Round:
 
         return await self._run_job(job)
 
-    async def _sum(self, part: Part, exchange: Exchange) -> Sum:
+    async def _sum(self, part: GroupVector, exchange: PhaseExchange) -> Sum:
         """The sum over everyone: in one group, or level by level if they are too many for one.
 
         What a sparse code leaves out, and who is far from whom, is known for one group only, and auxiliaries help in one
@@ -182,7 +182,7 @@ class Round:
             part = replace(part, values=total.total)
         return total
 
-    async def _sum_in(self, phase: int, group: Sequence[int], part: Part, exchange: Exchange) -> Sum:
+    async def _sum_in(self, phase: int, group: Sequence[int], part: GroupVector, exchange: PhaseExchange) -> Sum:
         weights = [self._shares[i] for i in group] if self._shares else [1.0] * len(group)
         if not sum(weights):
             weights = [1.0] * len(group)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.reduction import AUXILIARY_WINDOW, Part, Payload, Reduction, RoundFailed
+from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, GroupVector, Reduction, RoundFailed
 from swarm.base.errors import LinkError, RemoteError
 from swarm.stage.accumulator import is_finite
 from swarm.stage.flat import empty_flat
@@ -26,7 +26,7 @@ from swarm.wire.compression import decode_tensor
 from swarm.wire.messages import Member
 
 #: Sends chunk `number` of slice `j` (None if this member contributes nothing) to member j and returns the reduced chunk.
-Exchange = Callable[[int, int, Payload | None], Awaitable[Payload]]
+SliceExchange = Callable[[int, int, CodedChunk | None], Awaitable[CodedChunk]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sum:
 class Butterfly(Reduction):
     """One member's part in one exchange: its own slice, and its parts of everyone else's."""
 
-    def __init__(self, members: Sequence[Member], me: int, part: Part, *, dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, members: Sequence[Member], me: int, part: GroupVector, *, dtype: torch.dtype, **options: Any) -> None:
         """The arguments are those of `Reduction`, but for `total`."""
         total = empty_flat(part.num_elements if len(members) > 1 else 0, dtype=dtype)
         super().__init__(members, me, part, dtype=dtype, total=total, **options)
@@ -57,7 +57,7 @@ class Butterfly(Reduction):
         start, end = self._bounds[j]
         return [self._span(j, number) for number in range(-(-(end - start) // self._chunk_elements[j]))]
 
-    def _encode(self, start: int, end: int) -> Payload | None:
+    def _encode(self, start: int, end: int) -> CodedChunk | None:
         """This member's part of a chunk of another one's slice."""
         if self._part.values is None:
             return None
@@ -66,7 +66,7 @@ class Butterfly(Reduction):
             decode_tensor(*payload, out=self._counted[start:end])
         return payload
 
-    async def run(self, exchange: Exchange) -> Sum:
+    async def run(self, exchange: SliceExchange) -> Sum:
         """Exchange slices with everyone.
 
         Raises:
@@ -83,7 +83,7 @@ class Butterfly(Reduction):
             return Sum(total)
         return Sum(total, values, self._bounds[self.me], self._lost)  # nothing travels, so nothing is lost
 
-    async def _exchange_all(self, exchange: Exchange) -> None:
+    async def _exchange_all(self, exchange: SliceExchange) -> None:
         suspects: list[Member] = []
         reasons: list[str] = []
 
@@ -128,9 +128,9 @@ class Butterfly(Reduction):
         most = self._window if j < self._num_senders else AUXILIARY_WINDOW
         return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(1, *sizes)), most)
 
-    async def _stream(self, j: int, numbers: Any, exchange: Exchange) -> None:
+    async def _stream(self, j: int, numbers: Any, exchange: SliceExchange) -> None:
         """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""
-        arrived: tuple[int, int, Payload] | None = None
+        arrived: tuple[int, int, CodedChunk] | None = None
         for number, (start, end) in numbers:
             if self._failure is not None:
                 raise self._failure
@@ -142,13 +142,13 @@ class Butterfly(Reduction):
         if arrived is not None:
             await self._run_job(partial(self._take, j, *arrived))
 
-    def _take_and_encode(self, j: int, arrived: tuple[int, int, Payload] | None, start: int, end: int) -> Payload | None:
+    def _take_and_encode(self, j: int, arrived: tuple[int, int, CodedChunk] | None, start: int, end: int) -> CodedChunk | None:
         """One job for what could be two: handing a job to another thread takes as long as a small chunk's work."""
         if arrived is not None:
             self._take(j, *arrived)
         return self._encode(start, end)
 
-    def _take(self, j: int, start: int, end: int, payload: Payload) -> None:
+    def _take(self, j: int, start: int, end: int, payload: CodedChunk) -> None:
         """A reduced chunk of slice `j` came back.
 
         Raises:

@@ -21,13 +21,13 @@ from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor
 from swarm.base.config import RunConfig
 from swarm.lifecycle.record import clip_coefficient
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.accumulator import Accumulator, Numbers, is_finite
 from swarm.stage.moments import FIRST, Moments, OptimizerState
 from swarm.stage.optimizer import adamw
 from swarm.stage.versions import Version, make_version
-from swarm.wire.messages import Term
+from swarm.wire.messages import Attempt
 
 
 @dataclass
@@ -81,7 +81,7 @@ class LocalAccumulator(Accumulator):
         return self._copy
 
     def add(
-        self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
+        self, index: int, entry: LedgerEntry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
     ) -> Literal["accumulated", "overflow", "denied"]:
         verdict = super().add(index, entry, gradients, loss_scale=loss_scale)
         if verdict == "accumulated":
@@ -90,9 +90,9 @@ class LocalAccumulator(Accumulator):
 
     def add_unseen(
         self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
-        loss_scale: float = 1.0, lent: bool = False,
+        loss_scale: float = 1.0, borrowed: bool = False,
     ) -> bool:  # fmt: skip
-        is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, lent=lent)
+        is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, borrowed=borrowed)
         if is_marked:
             self._update_when_due()
         return is_marked
@@ -132,10 +132,10 @@ class LocalAccumulator(Accumulator):
         self._copy, self._inner = None, self._own.inner
         self._moved_by.clear()
 
-    def freeze(self, term: Term) -> None:
+    def freeze(self, attempt: Attempt) -> None:
         self.settle()
         self._update()
-        super().freeze(term)
+        super().freeze(attempt)
         if not self.ledger.entries:
             self._start_again()
 

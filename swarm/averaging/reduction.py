@@ -41,7 +41,7 @@ WINDOW, MIN_WINDOW = 4, 2
 #: For each pair of a member and an auxiliary: half of them on their way out, see `rounds.py`.
 AUXILIARY_WINDOW = 2 * WINDOW
 
-Payload = tuple[TensorSpec, Buffer]
+CodedChunk = tuple[TensorSpec, Buffer]
 #: Runs a job off the event loop.
 RunJob = Callable[[Callable[[], Any]], Awaitable[Any]]
 
@@ -72,7 +72,7 @@ class Code:
     def _num_kept(self, num_elements: int) -> int | None:
         return math.ceil(self.kept * num_elements) if self.codec == "sparse4" else None
 
-    def encode(self, chunk: torch.Tensor) -> Payload:
+    def encode(self, chunk: torch.Tensor) -> CodedChunk:
         num_kept = self._num_kept(chunk.numel())
         if num_kept is not None:
             return encode_sparse("slice", chunk, num_kept, "state")
@@ -105,7 +105,7 @@ class Robust:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupVector:
     """A vector that a group sums, as one member of it sees it."""
 
     num_elements: int
@@ -151,8 +151,8 @@ class _Chunk:
 
     start: int
     end: int
-    reduced: asyncio.Future[Payload]
-    parts: dict[int, Payload | None] = field(default_factory=dict)
+    reduced: asyncio.Future[CodedChunk]
+    parts: dict[int, CodedChunk | None] = field(default_factory=dict)
     summing: asyncio.Task[None] | None = None
     taken_by: set[int] = field(default_factory=set)
 
@@ -161,7 +161,7 @@ class Reduction:
     """What one of a group reduces in one exchange."""
 
     def __init__(
-        self, members: Sequence[Member], me: int, part: Part, *, dtype: torch.dtype, shares: Sequence[int] = (),
+        self, members: Sequence[Member], me: int, part: GroupVector, *, dtype: torch.dtype, shares: Sequence[int] = (),
         num_auxiliaries: int = 0, num_chunks: int = NUM_CHUNKS, chunk_elements: int | None = None,
         run_job: RunJob = at_once, total: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -227,7 +227,7 @@ class Reduction:
     def _spec(self, num_elements: int) -> TensorSpec:
         return self._part.code.spec(num_elements, self._dtype)
 
-    async def reduce(self, index: int, number: int, part: Payload | None) -> Payload:
+    async def reduce(self, index: int, number: int, part: CodedChunk | None) -> CodedChunk:
         """Member `index`'s part of chunk `number` of this slice came in; returns the reduced chunk when all parts have.
 
         Raises:
@@ -279,7 +279,7 @@ class Reduction:
         chunk.parts = {}  # let go of what was received
         span = slice(chunk.start, chunk.end)
 
-        def job() -> Payload:
+        def job() -> CodedChunk:
             own, carry = self._part.values, self._part.carry
             parts = [] if own is None else [(self.me, own[span])]
             for index, payload in received:

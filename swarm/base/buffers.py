@@ -46,9 +46,9 @@ class Recycler:
         with self._lock:
             found = next((i for i in reversed(range(len(self._idle))) if self._idle[i].nbytes == capacity), None)
             buffer = numpy.empty(capacity, numpy.uint8) if found is None else self._idle.pop(found)
-        lent = buffer[:num_bytes]
-        weakref.finalize(lent, self._give_back, buffer).atexit = False
-        return lent.data  # this view, and every view of it, keeps `lent` alive
+        borrowed = buffer[:num_bytes]
+        weakref.finalize(borrowed, self._give_back, buffer).atexit = False
+        return borrowed.data  # this view, and every view of it, keeps `borrowed` alive
 
     def _give_back(self, buffer: numpy.ndarray) -> None:
         with self._lock:

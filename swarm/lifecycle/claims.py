@@ -1,7 +1,7 @@
-"""A stage leader's book of claims for one step and term. Pure; the leader's shell asks holders to give claims back.
+"""A stage leader's book of claims for one step and attempt. Pure; the leader's shell asks holders to give claims back.
 
 Invariant: at most one member holds the claim on a ticket, and a ticket in a member's ledger stays that member's until
-the member is struck.
+the member is excluded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.messages import Attempt, Member, Seal
 
 Key = tuple[str, str]
 
@@ -27,11 +27,11 @@ class Answer:
 class ClaimBook:
     """Who may accumulate, or has accumulated, each ticket of one step at one stage."""
 
-    def __init__(self, step: int, term: Term, members: Iterable[Member]) -> None:
+    def __init__(self, step: int, attempt: Attempt, members: Iterable[Member]) -> None:
         self.step = step
-        self.term = term
+        self.attempt = attempt
         self.members: dict[Key, Member] = {member.key: member for member in members}
-        self.struck: dict[Key, Member] = {}
+        self.excluded: dict[Key, Member] = {}
         self._holder: dict[int, Key] = {}
         self._ledgered: set[int] = set()
         self._overflowed: dict[int, set[Key]] = {}
@@ -42,7 +42,7 @@ class ClaimBook:
     def load(self, seals: Iterable[Seal]) -> None:
         """Take over the ledgers that a collection returned; unused claims from before are void.
 
-        A ticket that two ledgers hold would be counted twice, so the later member is struck. An overflow is no holding:
+        A ticket that two ledgers hold would be counted twice, so the later member is excluded. An overflow is no holding:
         another member may claim the ticket, to say whether the numbers or the first member are to blame.
         """
         self.is_collected = True
@@ -51,7 +51,7 @@ class ClaimBook:
         self._overflowed.clear()
         for seal in seals:
             if any(index in self._ledgered for index in seal.ledger):
-                self.struck[seal.member.key] = seal.member
+                self.excluded[seal.member.key] = seal.member
                 continue
             for index in seal.ledger:
                 self._holder[index] = seal.member.key
@@ -65,8 +65,8 @@ class ClaimBook:
             return Answer("denied", "the ledgers are being collected")
         if member.key not in self.members:
             return Answer("denied", "not a member of this stage in this step")
-        if member.key in self.struck:
-            return Answer("denied", "struck for this step")
+        if member.key in self.excluded:
+            return Answer("denied", "excluded for this step")
         if member.key in self._overflowed.get(index, ()):
             return Answer("denied", "overflowed at this member before")
         holder = self._holder.get(index)
@@ -89,9 +89,9 @@ class ClaimBook:
         if self._holder.get(index) == holder.key:
             self._ledgered.add(index)
 
-    def strike(self, member: Member) -> list[int]:
+    def exclude(self, member: Member) -> list[int]:
         """Exclude a member for this step and free its tickets; returns them."""
-        self.struck[member.key] = member
+        self.excluded[member.key] = member
         freed = sorted(index for index, key in self._holder.items() if key == member.key)
         for index in freed:
             del self._holder[index]

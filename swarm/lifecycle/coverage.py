@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
-from swarm.wire.messages import MAX_SAVED, Member, Seal, StageResult, Term, TiedDigests
+from swarm.wire.messages import MAX_SAVED, Attempt, Member, Seal, StageResult, TiedDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ def coverage_of(seals: Iterable[Seal]) -> Coverage:
 
 
 def stage_result(
-    term: Term, seals: tuple[Seal, ...], digest: str, sum_squares: float, holders: tuple[Member, ...], *,
+    attempt: Attempt, seals: tuple[Seal, ...], digest: str, sum_squares: float, holders: tuple[Member, ...], *,
     tied: TiedDigests = (),
 ) -> StageResult:  # fmt: skip
     """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
     coverage = coverage_of(seals)
     return StageResult(
-        attempt=term,
-        average_digest=digest,
+        attempt=attempt,
+        sum_digest=digest,
         sum_squares=sum_squares,
         num_tickets=len(coverage.covered),
         num_overflow=len(coverage.overflow),

@@ -17,13 +17,13 @@ from swarm.wire.messages import CommitRecord, Member, Move, StageResult
 Members = tuple[tuple[Member, ...], ...]
 
 
-def head_of(previous: Head, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> Head:
+def version_id_of(previous: Head, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> Head:
     """Names one version of the whole model: a hash over the previous head and what this step did to it."""
     content = [previous, step, list(digests), clip_coefficient.hex(), skipped]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def genesis_head(run: RunId) -> Head:
+def genesis_version_id(run: RunId) -> Head:
     """The head of the initial values, which are a function of the configuration alone."""
     return hashlib.sha256(b"genesis\0" + run.encode()).hexdigest()
 
@@ -36,12 +36,12 @@ SCALE_GROWTH_STEPS = 200
 def genesis_record(config: RunConfig, run: RunId, ballot: Ballot, members: Members) -> CommitRecord:
     scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
     return CommitRecord(
-        run=run, step=-1, head=genesis_head(run), ballot=ballot, members=members, loss_scale=scale
+        run=run, step=-1, version_id=genesis_version_id(run), ballot=ballot, members=members, loss_scale=scale
     )
 
 
 def restoring_record(record: CommitRecord, *, era: int, ballot: Ballot, members: Members) -> CommitRecord:
-    """Sets the run back to `record.head`: the same version, in the next era, with those who hold it as members."""
+    """Sets the run back to `record.version_id`: the same version, in the next era, with those who hold it as members."""
     return record.model_copy(update={"era": era, "ballot": ballot, "members": members, "moves": ()})
 
 
@@ -86,7 +86,7 @@ def decide(
     reopened: int = 0,
     moves: tuple[Move, ...] = (),
 ) -> CommitRecord:
-    """The record of the step after `previous`; its head is a function of `previous.head` and the averages alone.
+    """The record of the step after `previous`; its head is a function of `previous.version_id` and the averages alone.
 
     Raises:
         InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens or on
@@ -114,12 +114,12 @@ def decide(
         scale, age = max(1.0, scale / 2), 0
     elif config.precision == "fp16" and age >= SCALE_GROWTH_STEPS:
         scale, age = min(2.0**24, scale * 2), 0
-    digests = [result.average_digest for result in results]
+    digests = [result.sum_digest for result in results]
     return CommitRecord(
         run=previous.run,
         step=step,
-        head=head_of(previous.head, step, digests, coefficient, skipped),
-        previous_head=previous.head,
+        version_id=version_id_of(previous.version_id, step, digests, coefficient, skipped),
+        previous_version_id=previous.version_id,
         ballot=ballot,
         members=members,
         results=tuple(results),
@@ -162,7 +162,7 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
     if len(record.members) != config.num_stages:
         return f"members of {len(record.members)} stages"
     if record.step == -1:
-        return "" if record.head == genesis_head(record.run) and not record.results else "a genesis record with another head"
+        return "" if record.version_id == genesis_version_id(record.run) and not record.results else "a genesis record with another head"
     if record.step >= config.total_steps:
         return f"step {record.step} of {config.total_steps}"
     if len(record.results) != config.num_stages:
@@ -175,7 +175,7 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
         return "no tokens, and not skipped"
     if any(max(move.source, move.target) >= config.num_stages for move in record.moves):
         return "a move to or from no stage"
-    digests = [result.average_digest for result in record.results]
-    if record.head != head_of(record.previous_head, record.step, digests, record.clip_coefficient, record.skipped):
+    digests = [result.sum_digest for result in record.results]
+    if record.version_id != version_id_of(record.previous_version_id, record.step, digests, record.clip_coefficient, record.skipped):
         return "the head does not follow from the averages"
     return ""

@@ -2,7 +2,7 @@
 
 The tickets of a `Ledger` are written by the compute thread alone (`add`, `collect`, `revoke`, `discard` run as its jobs),
 so that "check the claim, add the gradient, mark the ticket" and "freeze" never interleave. `grant` may come from any
-thread: a claim carries the term that granted it and is void once the ledger has been collected for another. So may `move_in`:
+thread: a claim carries the attempt that granted it and is void once the ledger has been collected for another. So may `move_in`:
 the event loop knows how an attempt goes on, and says of which.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
 from swarm.lifecycle.table import Table
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.messages import Attempt, Member, Seal
 
 #: open: tickets may be accumulated. frozen: sealed for an attempt. averaging: the all-reduce runs. prepared: the average
 #: of the attempt is held. committed: the record decided.
@@ -41,7 +41,7 @@ STEP = Table(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """What one ticket added: its token count and the sum of its losses (0 except at the last stage)."""
 
     tokens: int
@@ -52,14 +52,14 @@ class Ledger:
     """The tickets whose gradient is inside a peer's accumulator of one step, and the claims it may still use.
 
     Invariant: a ticket is in `entries` or in `overflow`, never in both, and at most once.
-    Invariant: nothing is added unless the state is open and the ticket's claim is of the current term.
+    Invariant: nothing is added unless the state is open and the ticket's claim is of the current attempt.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.state = STEP.initial
-        self.term = Term()
-        self.entries: dict[int, Entry] = {}
+        self.attempt = Attempt()
+        self.entries: dict[int, LedgerEntry] = {}
         self.overflow: set[int] = set()
         self._claims: dict[int, tuple[int, str, int]] = {}
         #: Revocations so far, and for each ticket the number of its last one.
@@ -70,22 +70,22 @@ class Ledger:
     def __contains__(self, index: int) -> bool:
         return index in self.entries or index in self.overflow
 
-    def grant(self, index: int, term: Term, *, asked_at: int | None = None) -> None:
-        """Note the leader's permission; it counts only while `term` is the ledger's.
+    def grant(self, index: int, attempt: Attempt, *, asked_at: int | None = None) -> None:
+        """Note the leader's permission; it counts only while `attempt` is the ledger's.
 
         Args:
             index: the ticket.
-            term: the leader's.
+            attempt: the leader's.
             asked_at: `num_revocations` when the claim was asked for. A reply that was overtaken by the claim's revocation
                 grants nothing: the leader has given the ticket to another since.
         """
         if asked_at is None or self._revoked.get(index, 0) <= asked_at:
-            self._claims[index] = term.order
+            self._claims[index] = attempt.order
 
     def may_add(self, index: int) -> bool:
-        return self.state == "open" and index not in self and self._claims.get(index) == self.term.order
+        return self.state == "open" and index not in self and self._claims.get(index) == self.attempt.order
 
-    def add(self, index: int, entry: Entry, *, overflow: bool = False) -> None:
+    def add(self, index: int, entry: LedgerEntry, *, overflow: bool = False) -> None:
         """Mark `index` as accumulated (or as overflow), in the same job that added its gradient."""
         if not self.may_add(index):
             raise InternalError(f"step {self.step}: ticket {index} may not be added in state {self.state}")
@@ -95,7 +95,7 @@ class Ledger:
             self.entries[index] = entry
         self._claims.pop(index, None)
 
-    def resolve(self, index: int, entry: Entry, *, overflow: bool) -> None:
+    def resolve(self, index: int, entry: LedgerEntry, *, overflow: bool) -> None:
         """What a device told later of a ticket that `add` marked; nothing if it is not held any more."""
         if index in self.entries:
             self.entries[index] = entry
@@ -110,17 +110,17 @@ class Ledger:
         self._claims.pop(index, None)
         return index in self.entries
 
-    def collect(self, term: Term, *, freeze: bool) -> None:
-        """Void unused claims and move to the attempt `term`, open or frozen.
+    def collect(self, attempt: Attempt, *, freeze: bool) -> None:
+        """Void unused claims and move to the attempt `attempt`, open or frozen.
 
         Raises:
-            InternalError: if the term is lower than one seen before, or the step has committed.
+            InternalError: if the attempt is lower than one seen before, or the step has committed.
         """
-        if term.order < self.term.order:
-            raise InternalError(f"step {self.step}: term {term.order} is below {self.term.order}")
+        if attempt.order < self.attempt.order:
+            raise InternalError(f"step {self.step}: attempt {attempt.order} is below {self.attempt.order}")
         with self._moving:
             self.state = STEP.next(self.state, "freeze" if freeze else "open")
-            self.term = term
+            self.attempt = attempt
         self._claims.clear()
 
     def spoil(self) -> None:
@@ -138,22 +138,22 @@ class Ledger:
         with self._moving:
             self.state = STEP.next(self.state, event)
 
-    def move_in(self, term: Term, event: str) -> bool:
-        """Whether the ledger is still of the attempt `term`, and in a state where `event` may come."""
+    def move_in(self, attempt: Attempt, event: str) -> bool:
+        """Whether the ledger is still of the attempt `attempt`, and in a state where `event` may come."""
         with self._moving:
-            may = term.order == self.term.order and STEP.allows(self.state, event)
+            may = attempt.order == self.attempt.order and STEP.allows(self.state, event)
             if may:
                 self.state = STEP.next(self.state, event)
             return may
 
-    def seal(self, member: Member, head: str, state_digest: str, saved: tuple[int, ...] = ()) -> Seal:
+    def seal(self, member: Member, version_id: str, state_digest: str, saved: tuple[int, ...] = ()) -> Seal:
         return Seal(
             member=member,
             ledger=tuple(sorted(self.entries)),
             overflow=tuple(sorted(self.overflow)),
             tokens=sum(entry.tokens for entry in self.entries.values()),
             loss_sum=sum(self.entries[index].loss_sum for index in sorted(self.entries)),
-            head=head,
+            version_id=version_id,
             state_digest=state_digest,
             saved=saved,
         )

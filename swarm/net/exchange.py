@@ -1,6 +1,6 @@
 """What both transports share: how long a caller waits, what a server admits, and how a handler's failure is told.
 
-`Patience` and `Admission` are pure (`now` is an argument). Must not know sockets, aiohttp or any message but `Refusal`.
+`ProgressTimeout` and `Admission` are pure (`now` is an argument). Must not know sockets, aiohttp or any message but `Refusal`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_BYTES = 512 * 2**10
 _SMALL_BYTES = 16 * 2**10
 
 
-class Patience:
+class ProgressTimeout:
     """When to stop waiting: nothing advanced for `stall_s`, or an open transfer brought too little in `window_s`.
 
     Nothing is due before the first `open`: until then the connection's own deadline holds.
@@ -212,12 +212,12 @@ class Guard:
 
 
 class Waiting(Guard):
-    """The block ends with `Stalled`, naming `what`, once `patience` is over."""
+    """The block ends with `Stalled`, naming `what`, once `progress_timeout` is over."""
 
-    def __init__(self, patience: Patience, what: str) -> None:
+    def __init__(self, progress_timeout: ProgressTimeout, what: str) -> None:
         super().__init__()
         self.what = what
-        self._patience = patience
+        self._progress_timeout = progress_timeout
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -226,10 +226,10 @@ class Waiting(Guard):
 
     def _look(self) -> None:
         now = self._loop.time()
-        if now >= self._patience.deadline:
-            self.end(Stalled(f"{self.what}: {self._patience.reason(now)}"))
+        if now >= self._progress_timeout.deadline:
+            self.end(Stalled(f"{self.what}: {self._progress_timeout.reason(now)}"))
         else:
-            self._next_look = self._loop.call_at(self._patience.look_again(now), self._look)
+            self._next_look = self._loop.call_at(self._progress_timeout.look_again(now), self._look)
 
     async def __aexit__(self, *raised: Any) -> None:
         self._next_look.cancel()

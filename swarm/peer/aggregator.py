@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.reduction import Code, Part, Reduction, RoundFailed, bytes_under_way
+from swarm.averaging.reduction import Code, GroupVector, Reduction, RoundFailed, bytes_under_way
 from swarm.net.transport import Progress
 from swarm.peer.announcing import keep_announcing, withdraw
 from swarm.peer.context import aggregator_key
@@ -43,9 +43,9 @@ class _Attempt:
     """An attempt of one stage that this peer was asked to help with; it is over once `reduction` is."""
 
     step: int
-    term: m.Term
+    attempt: m.Attempt
     num_members: int
-    part: Part
+    part: GroupVector
     dtype: torch.dtype
     #: That may be needed for it.
     num_bytes: int
@@ -99,8 +99,8 @@ class Aggregator:
         if message.stage >= self._link.context.config.num_stages:
             raise Refuse("wrong_stage", f"the run has {self._link.context.config.num_stages} stages")
         known = self._attempts.get(message.stage)
-        if known is not None and message.term.order <= known.term.order:
-            raise Refuse("wrong_state", f"term {known.term.order} has begun")
+        if known is not None and message.attempt.order <= known.attempt.order:
+            raise Refuse("wrong_state", f"attempt {known.attempt.order} has begun")
         attempt = self._attempt_of(message)
         now = asyncio.get_running_loop().time()
         for stage, other in list(self._attempts.items()):
@@ -122,7 +122,7 @@ class Aggregator:
         if dtype is None or vector != code.spec(vector.num_elements, dtype) or vector.codec == "sparse4":
             raise Refuse("bad_request", f"{vector.dtype} {vector.shape} in {vector.codec} is no average that is summed here")
         return _Attempt(
-            message.step, message.term, message.num_members, Part(vector.num_elements, None, code), dtype,
+            message.step, message.attempt, message.num_members, GroupVector(vector.num_elements, None, code), dtype,
             num_bytes=bytes_under_way(code, vector.num_elements, dtype, message.num_members),
             asked_at=asyncio.get_running_loop().time(),
         )  # fmt: skip
@@ -146,7 +146,7 @@ class Aggregator:
 
     def _asked_for(self, message: m.Reduce | m.Slice) -> _Attempt:
         attempt = self._attempts.get(message.stage)
-        if attempt is None or (attempt.step, attempt.term) != (message.step, message.term):
+        if attempt is None or (attempt.step, attempt.attempt) != (message.step, message.attempt):
             raise Refuse("wrong_state", "this peer does not help with that attempt")
         return attempt
 
@@ -206,17 +206,17 @@ class Aggregator:
                 patience with this peer does.
         """
         loop, movement = asyncio.get_running_loop(), self._movement_of(reduction)
-        patience_s = max(self._timing.stall_s - 3 * self._timing.heartbeat_s, self._timing.stall_s / 2)
+        timeout_s = max(self._timing.stall_s - 3 * self._timing.heartbeat_s, self._timing.stall_s / 2)
         reduced = asyncio.ensure_future(reduction.all_reduced())
         seen, moved_at = movement(), loop.time()
         try:
             while not (await asyncio.wait({reduced}, timeout=self._timing.heartbeat_s))[0]:
                 if movement() != seen:
                     seen, moved_at = movement(), loop.time()
-                elif loop.time() - moved_at >= patience_s:
+                elif loop.time() - moved_at >= timeout_s:
                     late = reduction.awaited
                     names = ", ".join(member.peer[:8] for member in late) or "anyone"
-                    raise RoundFailed(f"no part of {names} came for {patience_s:g} s", late)
+                    raise RoundFailed(f"no part of {names} came for {timeout_s:g} s", late)
             reduced.result()
         finally:
             reduced.cancel()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swarm.peer.context import PeerContext
+from swarm.peer.coordinator.election import Election
+from swarm.peer.coordinator.vigil import STATE
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
-from swarm.peer.coordinator.election import Seat
-from swarm.peer.coordinator.vigil import STATE
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ class Backbone:
         self.context = context
         self._tasks = Tasks()
         self.link = Link(context)
-        self.seat = Seat(self.link, self._tasks, rank=0)
+        self.election = Election(self.link, self._tasks, rank=0)
         self.aggregator = None if aggregator is None else aggregator(self.link)
-        RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known)
+        RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
         self._stopped = asyncio.Event()
 
     @property
     def record(self) -> m.CommitRecord | None:
-        return self.seat.coordinator.record if self.seat.coordinator is not None else None
+        return self.election.coordinator.record if self.election.coordinator is not None else None
 
     def _status(self) -> m.StatusReply:
-        coordinator, record, heard = self.seat.coordinator, self.record, self.seat.heard
-        step, head, stages = (heard.step, heard.head, heard.stages) if heard is not None else (-1, "", ())
+        coordinator, record, heard = self.election.coordinator, self.record, self.election.heard
+        step, version_id, stages = (heard.step, heard.version_id, heard.stages) if heard is not None else (-1, "", ())
         if record is not None:
-            step, head, stages = record.step + 1, record.head, record.members
+            step, version_id, stages = record.step + 1, record.version_id, record.members
         detail: dict[str, str | int | float | bool] = {
             "coordinator": coordinator is not None, "total_steps": self.context.config.total_steps,
         }  # fmt: skip
@@ -53,7 +53,7 @@ class Backbone:
             detail |= {
                 "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
             }  # fmt: skip
-        waiting_for = self.seat.waiting_for or (str(heard.detail.get("waiting_for", "")) if heard is not None else "")
+        waiting_for = self.election.waiting_for or (str(heard.detail.get("waiting_for", "")) if heard is not None else "")
         if waiting_for:
             detail["waiting_for"] = waiting_for[:200]
         if record is not None and record.step >= 0:
@@ -62,16 +62,16 @@ class Backbone:
         if self.aggregator is not None:
             detail |= self.aggregator.status()
         return m.StatusReply(
-            role="backbone", member=self.context.member(), step=step, head=head,
-            state="coordinating" if coordinator else STATE if self.seat.vigil is not None else "watching", detail=detail,
-            stages=stages, ballot=self.seat.ballot,
+            role="backbone", member=self.context.member(), step=step, version_id=version_id,
+            state="coordinating" if coordinator else STATE if self.election.vigil is not None else "watching", detail=detail,
+            stages=stages, ballot=self.election.ballot,
         )  # fmt: skip
 
     async def start(self) -> None:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
-        self._tasks.start(self.seat.run(), "seat", vital=True)
+        self._tasks.start(self.election.run(), "seat", vital=True)
         if self.aggregator is not None:
             self._tasks.start(self.aggregator.announce_loop(), "announce aggregator")
 
@@ -88,7 +88,7 @@ class Backbone:
 
     async def close(self) -> None:
         until = asyncio.get_running_loop().time() + DRAIN_S
-        await self.seat.retire(until)
+        await self.election.retire(until)
         if self.aggregator is not None:
             await self.aggregator.retire(until)
         await self._tasks.close()

@@ -18,16 +18,16 @@ from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-MILESTONE_FILE = "milestone.json"
+CHECKPOINT_RECORD_FILE = "milestone.json"
 _MAX_FILE_BYTES = 2**24
 
 
-class Milestone:
+class LastCheckpointRecord:
     """Of one run. Without a state directory it lasts as long as the process."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
-        self._path = None if context.state_dir is None else context.state_dir / MILESTONE_FILE
+        self._path = None if context.state_dir is None else context.state_dir / CHECKPOINT_RECORD_FILE
         #: None if no checkpoint was due yet. Its `saved` is the newest step known to be on the disks of all stages.
         self.record: m.CommitRecord | None = None
         self._load()
@@ -61,7 +61,7 @@ class Milestone:
             self._keep(self.record.model_copy(update={"saved": record.saved}))
 
     def hear(self, record: m.CommitRecord) -> None:
-        """`record` is the milestone of another peer, who may be gone when it matters."""
+        """`record` is the checkpoint record of another peer, who may be gone when it matters."""
         if not self._is_of_this_run(record):
             return
         saved = max(record.saved, 0 if self.record is None else self.record.saved)

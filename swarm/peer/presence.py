@@ -2,7 +2,7 @@
 
 The shell around `policy/liveness.py`; each `Link` has one, and tells it what becomes of its calls. A call with long patience
 that stands still has its peer looked at, and ends when that does not answer either: who is gone is not waited for as who
-works slowly is. Must not strike, ban or choose anybody: those who call do.
+works slowly is. Must not exclude, ban or choose anybody: those who call do.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Presence:
                 self._woken.clear()
                 self._doubt_still_ones(loop.time())
                 room = max(0, MAX_LOOKS - len(self._looks))
-                for member in self.liveness.due(now=loop.time(), limit=room, patience_s=2 * self._look_s):
+                for member in self.liveness.due(now=loop.time(), limit=room, timeout_s=2 * self._look_s):
                     self._begin_look(member)
                 next_at = min(self.liveness.next_look_at, loop.time() + self._still_s / 2)
                 try:

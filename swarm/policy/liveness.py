@@ -154,14 +154,14 @@ class Liveness:
 
     # ------------------------------------------------------------------------------------------------ whom to look at
 
-    def due(self, *, now: float, limit: int, patience_s: float) -> list[Member]:
-        """Whom to look at now, `limit` at most; each is due again `patience_s` later if nobody tells what became of it."""
+    def due(self, *, now: float, limit: int, timeout_s: float) -> list[Member]:
+        """Whom to look at now, `limit` at most; each is due again `timeout_s` later if nobody tells what became of it."""
         groups = {key for group in self._groups for key in group}
         for key in [k for k, x in self._doubts.items() if now - x.since > REMEMBERED * self._max_look_s and k not in groups]:
             del self._doubts[key]
         waiting = sorted((x for x in self._doubts.values() if x.look_at <= now), key=lambda x: (x.is_silent, x.look_at))
         for doubt in waiting[:limit]:
-            doubt.look_at = now + patience_s
+            doubt.look_at = now + timeout_s
         return [doubt.member for doubt in waiting[:limit]]
 
     @property

@@ -29,7 +29,7 @@ MIN_LOAD = 0.5
 TOLERANCE = 1e-9
 
 
-class Move(NamedTuple):
+class PlannedMove(NamedTuple):
     """One peer goes from stage `source` to stage `target`."""
 
     key: Key
@@ -38,16 +38,16 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RebalancePlan:
     """The moves of one period; `before` and `after` are predicted tickets/s. No moves: the reason says why."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[PlannedMove, ...]
     reason: str
     before: float
     after: float
 
 
-def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
+def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> RebalancePlan:
     """The moves that pay.
 
     Args:
@@ -60,7 +60,7 @@ def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
     slowest = search.rates.index(before)
     served = any(worker.stage == slowest and worker.ready for worker in swarm.workers)
     if served and (load := swarm.load_of(slowest)) < MIN_LOAD:
-        return Plan((), f"stage {slowest} is the slowest, but idle (load {load:.2f}): links or trainers are the limit",
+        return RebalancePlan((), f"stage {slowest} is the slowest, but idle (load {load:.2f}): links or trainers are the limit",
                     before, before)  # fmt: skip
     least_gain = MIN_GAIN + _noise(swarm, slowest)
     best: tuple[float, int, float] | None = None
@@ -73,12 +73,12 @@ def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
         if worth > 0 and (best is None or worth > best[0] * (1 + TOLERANCE)):
             best = (worth, len(search.moves), after)
     if best is None:
-        return Plan((), _why_not(search, before, least_gain, period_s), before, before)
+        return RebalancePlan((), _why_not(search, before, least_gain, period_s), before, before)
     moves = _needed(swarm, search.moves[: best[1]], best[2])
     after = swarm.throughput({move.key: move.target for move in moves})
     what = ", ".join(f"{move.key[0][:8]} from {move.source} to {move.target}" for move in moves)
     reason = f"stage {slowest} is {swarm.bound_of(slowest)}-bound at {before:.3g} tickets/s; {what}: {after:.3g}"
-    return Plan(moves, reason, before, after)
+    return RebalancePlan(moves, reason, before, after)
 
 
 class _Search:
@@ -88,7 +88,7 @@ class _Search:
         self._swarm = swarm
         self._min_peers = min_peers
         self.rates = swarm.stage_rates({})
-        self.moves: tuple[Move, ...] = ()
+        self.moves: tuple[PlannedMove, ...] = ()
         self._used: set[tuple[int, int]] = set()
         self._moved: set[Key] = set()
         self._at: list[list[Worker]] = [[] for _ in swarm.stages]
@@ -113,7 +113,7 @@ class _Search:
             self._make(move)
         return True
 
-    def _make(self, move: Move) -> None:
+    def _make(self, move: PlannedMove) -> None:
         self.moves += (move,)
         self._used.add((move.source, move.target))
         self._moved.add(move.key)
@@ -136,15 +136,15 @@ class _Search:
                 kinds.add((lost, given))
                 yield lost, given, worker
 
-    def _single(self, target: int) -> Iterator[tuple[float, float, tuple[Move, ...]]]:
+    def _single(self, target: int) -> Iterator[tuple[float, float, tuple[PlannedMove, ...]]]:
         """(rate of the slower of the two stages afterwards, preference, moves): the richest source, if all else is equal."""
         for source, rate in enumerate(self.rates):
             if source != target:
                 for lost, given, worker in self._movers(source, target):
                     slower = min(rate - lost, self.rates[target] + given)
-                    yield slower, rate, (Move(worker.key, source, target),)
+                    yield slower, rate, (PlannedMove(worker.key, source, target),)
 
-    def _swaps(self, target: int) -> Iterator[tuple[float, float, tuple[Move, ...]]]:
+    def _swaps(self, target: int) -> Iterator[tuple[float, float, tuple[PlannedMove, ...]]]:
         for source, rate in enumerate(self.rates):
             if source == target:
                 continue
@@ -152,7 +152,7 @@ class _Search:
             for lost, given, worker in self._movers(source, target) if back else ():
                 for lost_back, given_back, other in back:
                     slower = min(rate - lost + given_back, self.rates[target] + given - lost_back)
-                    yield slower, rate, (Move(worker.key, source, target), Move(other.key, target, source))
+                    yield slower, rate, (PlannedMove(worker.key, source, target), PlannedMove(other.key, target, source))
 
 
 def _noise(swarm: Swarm, stage: int) -> float:
@@ -161,7 +161,7 @@ def _noise(swarm: Swarm, stage: int) -> float:
     return NOISE / math.sqrt(num_tickets) if num_tickets else 0.0
 
 
-def _worth(swarm: Swarm, moves: tuple[Move, ...], *, before: float, after: float, horizon_s: float) -> float:
+def _worth(swarm: Swarm, moves: tuple[PlannedMove, ...], *, before: float, after: float, horizon_s: float) -> float:
     """Tickets gained over the horizon: nobody counts on a mover while it downloads."""
     workers = {worker.key: worker for worker in swarm.workers}
     transfer_s = max(swarm.transfer_s(workers[move.key], move.target) for move in moves)
@@ -169,7 +169,7 @@ def _worth(swarm: Swarm, moves: tuple[Move, ...], *, before: float, after: float
     return (after - before) * (horizon_s - transfer_s) - (before - meanwhile) * transfer_s
 
 
-def _needed(swarm: Swarm, moves: tuple[Move, ...], after: float) -> tuple[Move, ...]:
+def _needed(swarm: Swarm, moves: tuple[PlannedMove, ...], after: float) -> tuple[PlannedMove, ...]:
     """Without the moves that `after` does not need."""
     for move in reversed(moves):
         fewer = tuple(other for other in moves if other != move)

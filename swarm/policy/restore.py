@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 class Holding(NamedTuple):
     """A head that some peer holds; heads are ordered by (era, step)."""
 
-    head: str
+    version_id: str
     era: int
     step: int
 
@@ -28,19 +28,19 @@ def newest_complete(stages: Sequence[Mapping[Any, Sequence[Holding]]]) -> tuple[
     for peers in stages:
         held = [holding for holdings in peers.values() for holding in holdings]
         for holding in held:  # one head may have been restored in a later era than its checkpoint says
-            newest[holding.head] = max(newest.get(holding.head, holding), holding, key=lambda h: h.era)
-        heads = {holding.head for holding in held}
-        complete = heads if complete is None else complete & heads
+            newest[holding.version_id] = max(newest.get(holding.version_id, holding), holding, key=lambda h: h.era)
+        version_ids = {holding.version_id for holding in held}
+        complete = version_ids if complete is None else complete & version_ids
     if not complete:
         short = [k for k, peers in enumerate(stages) if not any(peers.values())]
         where = f"stages {short} hold nothing" if short else "no head is held by every stage"
         return None, f"{where}: back to the initial values"
-    best = max((newest[head] for head in complete), key=lambda h: (h.era, h.step, h.head))
+    best = max((newest[version_id] for version_id in complete), key=lambda h: (h.era, h.step, h.version_id))
     return best, f"step {best.step + 1} is the newest that every stage holds"
 
 
 def worth_waiting_for(
-    present: Sequence[Mapping[str, Collection[str]]], heads: Sequence[str], writers: Mapping[str, Sequence[Collection[str]]]
+    present: Sequence[Mapping[str, Collection[str]]], version_ids: Sequence[str], writers: Mapping[str, Sequence[Collection[str]]]
 ) -> tuple[str, tuple[str, ...]]:
     """The newest head that peers who are not here may complete, and who they are; ("", ()) if there is none.
 
@@ -49,15 +49,15 @@ def worth_waiting_for(
         heads: those newer than the newest complete one, newest first.
         writers: for each of these, the peers of each stage that were to write it to disk.
     """
-    for head in heads:
+    for version_id in version_ids:
         absent: list[str] = []
         hopeless = False
-        for peers, wrote in zip(present, writers[head], strict=True):
-            if any(head in held for held in peers.values()):
+        for peers, wrote in zip(present, writers[version_id], strict=True):
+            if any(version_id in held for held in peers.values()):
                 continue
             missing = [peer for peer in wrote if peer not in peers]
             absent += missing
             hopeless = hopeless or not missing
         if not hopeless:
-            return head, tuple(sorted(absent))
+            return version_id, tuple(sorted(absent))
     return "", ()

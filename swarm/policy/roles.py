@@ -43,7 +43,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RolePlan:
     """`steps_per_s` = min(computing rate, averaging rate); `weights` say what part of the data each member aggregates."""
 
     computes: tuple[bool, ...]
@@ -75,9 +75,9 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Link
     num = 2 * num_pairs + n + 1
     rows, limits = [], []
 
-    def at_most(terms: dict[int, float], limit: float) -> None:
+    def at_most(attempts: dict[int, float], limit: float) -> None:
         row = np.zeros(num)
-        for variable, factor in terms.items():
+        for variable, factor in attempts.items():
             row[variable] = factor
         rows.append(row)
         limits.append(limit)
@@ -120,7 +120,7 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Link
 
 def plan_roles(
     candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Links | None = None
-) -> tuple[Plan, str]:
+) -> tuple[RolePlan, str]:
     """Who should compute, and what each should aggregate, for the most steps per second; and why.
 
     Args:
@@ -162,7 +162,7 @@ def plan_roles(
     bound = "computing" if computing(best) <= averaging(best) else "averaging"
     idle = [i for i in able if i not in best]
     reason = f"{bound} is the bottleneck" + (f"; members {idle} only aggregate" if idle else "; everybody computes")
-    return Plan(computes, weights, best_rate), reason
+    return RolePlan(computes, weights, best_rate), reason
 
 
 def _all_choices(able: Sequence[int], computing: _Rate) -> list[tuple[int, ...]]:

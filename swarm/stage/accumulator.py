@@ -11,12 +11,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from swarm.lifecycle.step import Entry, Ledger
+from swarm.lifecycle.step import Ledger, LedgerEntry
 from swarm.stage.flat import empty_flat
 from swarm.stage.gpu.kernels import MAX_TOGETHER, Summand, add_together
 from swarm.stage.layout import Layout
 from swarm.stage.versions import Version
-from swarm.wire.messages import Term
+from swarm.wire.messages import Attempt
 
 #: A gradient beyond this is as good as infinite: its square, which the optimizer takes, is none in fp32.
 LARGEST = 2.0**60
@@ -33,7 +33,7 @@ class Numbers(Protocol):
     def is_finite(self) -> bool: ...
 
     @property
-    def entry(self) -> Entry: ...
+    def entry(self) -> LedgerEntry: ...
 
 
 class Accumulator:
@@ -47,7 +47,7 @@ class Accumulator:
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         #: The sum was handed out as a contribution: it is copied before it changes.
-        self._lent = False
+        self._borrowed = False
         #: Tickets that are marked in the ledger before the device has told what they are.
         self._unseen: deque[tuple[int, Numbers]] = deque()
         #: Their gradients that are not in the sum yet: fewer than `MAX_TOGETHER`.
@@ -58,7 +58,7 @@ class Accumulator:
         return version
 
     def add(
-        self, index: int, entry: Entry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
+        self, index: int, entry: LedgerEntry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
     ) -> Literal["accumulated", "overflow", "denied"]:
         """Check the claim, add the gradient (divided by the loss scale) and mark the ticket, as one job.
 
@@ -91,19 +91,19 @@ class Accumulator:
         if self._flat is None:
             self._flat = empty_flat(self._layout.num_elements, dtype=self._dtype, device=self._device).zero_()
             self._views = self._layout.views(self._flat)
-        elif self._lent:  # an attempt that was given up may still be sending it
+        elif self._borrowed:  # an attempt that was given up may still be sending it
             self._flat = self._flat.clone()
             self._views = self._layout.views(self._flat)
-        self._lent = False
+        self._borrowed = False
 
     def add_unseen(
         self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
-        loss_scale: float = 1.0, lent: bool = False,
+        loss_scale: float = 1.0, borrowed: bool = False,
     ) -> bool:  # fmt: skip
         """As `add`, on a device that has not computed `is_valid` (see `Summand`) yet: it adds what turns out valid.
 
         The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the
-        next ones, or now if its memory is wanted back (`lent`); `settle` completes the sum, and tells the ledger what
+        next ones, or now if its memory is wanted back (`borrowed`); `settle` completes the sum, and tells the ledger what
         each ticket was, before any seal.
 
         Returns:
@@ -116,12 +116,12 @@ class Accumulator:
         try:
             self._prepare()
             self._waiting.append(Summand(gradients, is_valid, 1.0 / loss_scale))
-            if lent or len(self._waiting) == MAX_TOGETHER:
+            if borrowed or len(self._waiting) == MAX_TOGETHER:
                 self._add_waiting()
         except BaseException:
             self.discard()
             raise
-        self.ledger.add(index, Entry(0, 0.0))
+        self.ledger.add(index, LedgerEntry(0, 0.0))
         self._unseen.append((index, numbers))
         return True
 
@@ -152,20 +152,20 @@ class Accumulator:
         self._waiting.clear()
         self._flat, self._views = None, []
 
-    def freeze(self, term: Term) -> None:
+    def freeze(self, attempt: Attempt) -> None:
         """Seal the ledger for an attempt. Each gradient was finite; if their sum is not, no ticket of it counts."""
         self.settle()
         if self._flat is not None and not is_finite(self._flat):
             self.ledger.spoil()
             self._flat, self._views = None, []
-        self.ledger.collect(term, freeze=True)
+        self.ledger.collect(attempt, freeze=True)
 
     def contribution(self) -> torch.Tensor | None:
         """The sum [N] on its device, unchanged by what comes later; None if nothing was added."""
         self.settle()
         if self._flat is None or not self.ledger.entries:
             return None
-        self._lent = True
+        self._borrowed = True
         return self._flat.detach()
 
 

@@ -18,11 +18,12 @@ from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.gpu.graphs import CapturedStage, Lease, captured_if_it_pays
 from swarm.stage.layout import Layout
+from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.module import (
     Compilable,
     Declaring,
     Outlined,
-    Places,
+    ParameterSlots,
     StageFactory,
     StreamingFactory,
     Tensors,
@@ -30,7 +31,6 @@ from swarm.stage.module import (
     saved_buffers,
     tick_with,
 )
-from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,7 +79,7 @@ class Gradients:
     inputs: Tensors
     parameters: list[torch.Tensor | None] = field(repr=False)
     #: The next micro-batch wants the memory of `parameters`, and has it once nobody refers to that list.
-    lent: bool = False
+    borrowed: bool = False
 
 
 def stage_module(factory: StageFactory, stage: int, frozen: Sequence[str]) -> torch.nn.Module:
@@ -156,7 +156,7 @@ class StageCompute:
             self.has_frozen = self.has_values or not self.frozen
         if streams and self.has_values:
             self._first_masters = self._stream(self.frozen)
-        self._places = Places(self._module)
+        self._places = ParameterSlots(self._module)
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._captured: CapturedStage | None = None
         self._budget = budget
@@ -367,23 +367,23 @@ class StageCompute:
             if output_gradients is None:
                 output_gradients = {"loss_sum": torch.full_like(lease.outputs["loss_sum"], activation.version.record.loss_scale)}
             activation.drop()
-            return Gradients(*lease.backward(output_gradients), lent=lease.is_wanted)
+            return Gradients(*lease.backward(output_gradients), borrowed=lease.is_wanted)
         if outputs is None or not any(t.requires_grad for t in outputs.values()):
             outputs = self._outputs(activation, True)
             activation.recomputed = True
         activation.outputs = None
         if output_gradients is None:
             scale = activation.version.record.loss_scale
-            heads, seeds = [outputs["loss_sum"]], [torch.full_like(outputs["loss_sum"], scale)]
+            version_ids, seeds = [outputs["loss_sum"]], [torch.full_like(outputs["loss_sum"], scale)]
         else:
             names = [n for n, t in outputs.items() if t.requires_grad]
             if missing := [n for n in names if n not in output_gradients]:
                 raise RuntimeError(f"no gradient of {', '.join(missing)} came")
-            heads = [outputs[n] for n in names]
+            version_ids = [outputs[n] for n in names]
             seeds = [output_gradients[n].to(outputs[n].dtype) for n in names]
         inputs = {n: t for n, t in activation.inputs.items() if t.requires_grad}
         parameters = list(activation.version.parameters.values())
-        result = torch.autograd.grad(heads, [*inputs.values(), *parameters], seeds, allow_unused=True)
+        result = torch.autograd.grad(version_ids, [*inputs.values(), *parameters], seeds, allow_unused=True)
         by_input = {
             name: g if g is not None else torch.zeros_like(t)
             for (name, t), g in zip(inputs.items(), result, strict=False)

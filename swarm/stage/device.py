@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
 from swarm.stage.executor import ThreadExecutor
 from swarm.stage.module import Tensors
@@ -26,8 +26,8 @@ from swarm.wire.messages import Codec, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-Payload = list[tuple[TensorSpec, Buffer]]
-Role = Literal["input", "grad"]
+CodedTensors = list[tuple[TensorSpec, Buffer]]
+TensorRole = Literal["input", "grad"]
 #: Gives writable memory of a size.
 Allocate = Callable[[int], memoryview]
 
@@ -39,7 +39,7 @@ class Transfer:
         """Block this thread until it is complete; a second time does nothing."""
 
 
-class Worked(Transfer):
+class DeviceTime(Transfer):
     """The end of a job at the device."""
 
     #: How long the device worked on it; None: as long as its thread.
@@ -49,9 +49,9 @@ class Worked(Transfer):
 class Outgoing(Transfer):
     """Tensors as bytes for the wire."""
 
-    payload: Payload
+    payload: CodedTensors
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: CodedTensors) -> None:
         self.payload = payload
 
 
@@ -59,7 +59,7 @@ class Outgoing(Transfer):
 class KnownNumbers:
     """Of a device that computes at once."""
 
-    entry: Entry
+    entry: LedgerEntry
     is_finite: bool
 
     def is_known(self) -> bool:
@@ -82,7 +82,7 @@ class Added(Transfer):
         self._numbers.wait()
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> LedgerEntry:
         return self._numbers.entry
 
     @property
@@ -92,7 +92,7 @@ class Added(Transfer):
         return "accumulated" if self._numbers.is_finite else "overflow"
 
 
-class Told(Transfer):
+class HostNumbers(Transfer):
     """Numbers that the device has computed, by name."""
 
     def __init__(self, values: dict[str, float]) -> None:
@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """A job begins."""
 
     @abc.abstractmethod
-    def end(self) -> Worked:
+    def end(self) -> DeviceTime:
         """It has begun all that it does."""
 
     @abc.abstractmethod
@@ -122,20 +122,20 @@ class Device(abc.ABC):
         """The frame's tensors of one role, on the device."""
 
     @abc.abstractmethod
-    def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
+    def send(self, tensors: Tensors, codec: Codec, role: TensorRole) -> Outgoing:
         """Encode and begin to copy out. Lossy codecs refuse what is not finite, so that travels raw; a finite value that the
         codec cannot hold is as good as infinite, see `unfit`."""
 
     @abc.abstractmethod
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors, with_norm: bool, lent: bool = False,
+        entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
     ) -> Added:  # fmt: skip
-        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output; memory of `lent`
+        """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output; memory of `borrowed`
         gradients is wanted back."""
 
     @abc.abstractmethod
-    def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
+    def tell(self, numbers: Mapping[str, torch.Tensor]) -> HostNumbers:
         """Begin to bring single numbers to the host."""
 
     @abc.abstractmethod
@@ -147,9 +147,9 @@ class Device(abc.ABC):
         """End what `complete` needs."""
 
 
-def entry_of(tokens: float, loss_sum: float) -> Entry:
+def entry_of(tokens: float, loss_sum: float) -> LedgerEntry:
     """A loss that is not finite says nothing: its ticket overflows, and counts as 0."""
-    return Entry(int(tokens), loss_sum if abs(loss_sum) < float("inf") else 0.0)
+    return LedgerEntry(int(tokens), loss_sum if abs(loss_sum) < float("inf") else 0.0)
 
 
 def tamed(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def tamed(tensor: torch.Tensor) -> torch.Tensor:
 _OPTIONS = {codec: option for option, codec in CODECS.items()}
 
 
-def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
     """What travels of a tensor with finite values that `codec` cannot hold: NaN, which makes an overflow of its ticket."""
     logger.warning(
         "%s has values up to %.3g, which the wire (--compression %s) does not carry: their ticket counts as an overflow",
@@ -172,7 +172,7 @@ def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[Te
     return encode_tensor(name, torch.full_like(tensor, float("nan")), "raw", role)
 
 
-def coded(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+def coded(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
     """What travels of a tensor, which is waited for."""
     try:
         return encode_tensor(name, tensor, codec if all_finite(tensor) else "raw", role)
@@ -186,8 +186,8 @@ class HostDevice(Device):
     def begin(self) -> None:
         """Nothing to note."""
 
-    def end(self) -> Worked:
-        return Worked()
+    def end(self) -> DeviceTime:
+        return DeviceTime()
 
     def receive(self, frame: Frame, role: str) -> Tensors:
         return {
@@ -196,21 +196,21 @@ class HostDevice(Device):
             if spec.role == role
         }
 
-    def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
+    def send(self, tensors: Tensors, codec: Codec, role: TensorRole) -> Outgoing:
         return Outgoing([coded(name, tensor, codec, role) for name, tensor in tensors.items()])
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors, with_norm: bool, lent: bool = False,
+        entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
     ) -> Added:  # fmt: skip
         norm = norm_of(gradients) if with_norm else None
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, LedgerEntry):
             entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
         verdict = accumulator.add(index, entry, list(gradients), loss_scale=loss_scale)
         return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"), norm=norm)
 
-    def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
-        return Told({name: float(number) for name, number in numbers.items()})
+    def tell(self, numbers: Mapping[str, torch.Tensor]) -> HostNumbers:
+        return HostNumbers({name: float(number) for name, number in numbers.items()})
 
     async def complete(self, *transfers: Transfer) -> None:
         """They were complete when they began."""

@@ -16,9 +16,9 @@ from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
 from swarm.stage.eight_bit import num_blocks
 
 #: Averages of committed steps that a member keeps: a newcomer that downloads may be a step behind.
-KEPT_AVERAGES = 2
+KEPT_SUMS = 2
 #: A joiner whose snapshot is older by more commits asks for a newer one.
-MAX_QUEUED_AVERAGES = 64
+MAX_QUEUED_SUMS = 64
 #: Less is of no use for in-flight micro-batches.
 LEAST_IN_FLIGHT_BYTES = 2**24
 
@@ -77,7 +77,7 @@ def memory_for(
         ("parameters", versions * size),
         ("AdamW's moments", here),
         ("both once more while a step is applied", size + here),
-        ("gradient sums and averages", (versions + KEPT_AVERAGES) * size),
+        ("gradient sums and averages", (versions + KEPT_SUMS) * size),
         (f"{config.precision} copies", copies),
         *_kept_back(trained, size, trained * compute.itemsize if copies else 0, config, offload=offload),
         ("frozen parameters", frozen_bytes),
@@ -96,8 +96,8 @@ def _kept_back(trained: int, size: int, copy: int, config: RunConfig, *, offload
     return parts
 
 
-def queued_averages(trained: int, config: RunConfig, room_bytes: int) -> int:
-    """How many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_AVERAGES`.
+def queued_sums(trained: int, config: RunConfig, room_bytes: int) -> int:
+    """How many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_SUMS`.
 
     It has no sums yet, nor any micro-batch: their memory is free for averages until then.
 
@@ -105,7 +105,7 @@ def queued_averages(trained: int, config: RunConfig, room_bytes: int) -> int:
         room_bytes: for in-flight micro-batches, see `room_in_flight`.
     """
     size = trained * MASTER_DTYPES[config.precision].itemsize
-    return min(MAX_QUEUED_AVERAGES, 1 + config.delay_steps + KEPT_AVERAGES + room_bytes // max(1, size))
+    return min(MAX_QUEUED_SUMS, 1 + config.delay_steps + KEPT_SUMS + room_bytes // max(1, size))
 
 
 def moments_bytes(trained: int, config: RunConfig) -> int:

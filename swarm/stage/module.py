@@ -1,7 +1,7 @@
 """The protocol between the engine and a model: what a stage module is, and who builds it.
 
 `swarm/` never imports a model. A factory (from `models/`, or a user's by dotted path) builds one `torch.nn.Module` for
-each stage; the engine calls it with other tensors in its parameters' places (`Places`).
+each stage; the engine calls it with other tensors in its parameters' places (`ParameterSlots`).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.Tenso
             setattr(child, name, made[parameter])
 
 
-class Places:
+class ParameterSlots:
     """Where a module looks its parameters up by name: other tensors stand there for one call at a time.
 
     What `torch.func.functional_call` does, without walking the module at each call: that took a fifth of a small stage's

@@ -34,7 +34,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class Part:
+class MomentSlice:
     """Consecutive elements of a stage's flat vectors, and the 8-bit blocks that they make up."""
 
     elements: slice
@@ -89,14 +89,14 @@ class Moments:
             for name, (dtype, layout) in self.entries.items()
         }
 
-    def parts(self, most: int) -> Iterator[Part]:
+    def parts(self, most: int) -> Iterator[MomentSlice]:
         """All elements in order, `most` (whole blocks) at a time; no block is in two parts."""
         start = block = 0
         for end in self._ends():
             for begin in range(start, end, most):
                 stop = min(begin + most, end)
                 after = block + eight_bit.num_blocks(stop - begin)
-                yield Part(slice(begin, stop), slice(block, after))
+                yield MomentSlice(slice(begin, stop), slice(block, after))
                 block = after
             start = end
 
@@ -122,7 +122,7 @@ class Moments:
         """The numbers themselves lie beside the masters: `read` and `place` need no scratch."""
         return not self._in_8_bits and self.home == self._device
 
-    def read(self, state: OptimizerState, name: str, part: Part, scratch: torch.Tensor) -> torch.Tensor:
+    def read(self, state: OptimizerState, name: str, part: MomentSlice, scratch: torch.Tensor) -> torch.Tensor:
         """The numbers of a moment, beside the masters: in `scratch`, or in their own place and not to be changed."""
         stored = state.tensors[name][part.elements]
         if self.is_in_place:
@@ -132,11 +132,11 @@ class Moments:
         scales = state.tensors[name + _SCALES][part.blocks]
         return _decoded(name, stored.to(self._device), scales.to(self._device), scratch)
 
-    def place(self, tensors: Mapping[str, torch.Tensor], name: str, part: Part, scratch: torch.Tensor) -> torch.Tensor:
+    def place(self, tensors: Mapping[str, torch.Tensor], name: str, part: MomentSlice, scratch: torch.Tensor) -> torch.Tensor:
         """Where new numbers of a moment may be put before they are written: their own place, or `scratch`."""
         return tensors[name][part.elements] if self.is_in_place else scratch
 
-    def write(self, tensors: Mapping[str, torch.Tensor], name: str, part: Part, numbers: torch.Tensor) -> None:
+    def write(self, tensors: Mapping[str, torch.Tensor], name: str, part: MomentSlice, numbers: torch.Tensor) -> None:
         """Store numbers of a moment, which are beside the masters."""
         target = tensors[name][part.elements]
         if self._in_8_bits:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from swarm.base.ids import Ticket
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import Payload, coded, entry_of, tamed
+from swarm.stage.device import CodedTensors, coded, entry_of, tamed
 from swarm.stage.module import Tensors
 from swarm.stage.norms import finite, gradient_norms, norm_of
 from swarm.stage.versions import Version
@@ -32,7 +32,7 @@ class Replayed:
     """What one ticket comes to here."""
 
     norms: list[dict[str, float]]
-    entry: Entry
+    entry: LedgerEntry
 
 
 def replay(
@@ -57,8 +57,8 @@ def replay(
         norm = norm_of(outputs.values())
         norms[stage] = {} if norm is None else {"output": norm}
         sent.append([coded(name, tensor.detach(), codec, "input") for name, tensor in outputs.items()])
-    answer: Payload | None = None
-    entry = Entry(0, 0.0)
+    answer: CodedTensors | None = None
+    entry = LedgerEntry(0, 0.0)
     for stage in reversed(range(num_stages)):
         compute, version = make(stage)
         received, gradients = _arrived(sent[stage], compute.device), None
@@ -75,7 +75,7 @@ def replay(
     return Replayed([finite({name: float(norm) for name, norm in each.items()}) for each in norms], entry)
 
 
-def _arrived(payload: Payload, device: str) -> Tensors:
+def _arrived(payload: CodedTensors, device: str) -> Tensors:
     """As the next stage gets it."""
     return {spec.name: tamed(decode_tensor(spec, buffer, device)) for spec, buffer in payload}
 

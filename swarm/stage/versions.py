@@ -17,15 +17,15 @@ from swarm.wire.messages import CommitRecord
 
 @dataclass(frozen=True)
 class Version:
-    """The parameters at `record.head`: flat masters, and the compute copy as leaf tensors by name."""
+    """The parameters at `record.version_id`: flat masters, and the compute copy as leaf tensors by name."""
 
     record: CommitRecord
     masters: torch.Tensor
     parameters: dict[str, torch.Tensor] = field(repr=False)
 
     @property
-    def head(self) -> Head:
-        return self.record.head
+    def version_id(self) -> Head:
+        return self.record.version_id
 
     @property
     def num_commits(self) -> int:
@@ -70,8 +70,8 @@ class VersionStore:
     def newest(self) -> Version:
         return self._versions[-1]
 
-    def get(self, head: Head) -> Version | None:
-        return next((v for v in reversed(self._versions) if v.head == head), None)
+    def get(self, version_id: Head) -> Version | None:
+        return next((v for v in reversed(self._versions) if v.version_id == version_id), None)
 
     def at(self, num_commits: int) -> Version | None:
         return next((v for v in self._versions if v.num_commits == num_commits), None)

@@ -78,16 +78,16 @@ class MemoryDhtNetwork:
         started = loop.time()
         for attempt in range(1, _TRANSMISSIONS + 1):
             resend_at = started + timeout_s * attempt / _TRANSMISSIONS
-            if await self._passes(source, target) and (node := self._nodes.get(target)) is not None:
+            if await self._route_trips(source, target) and (node := self._nodes.get(target)) is not None:
                 reply = node.serve(request)
                 if self._duplicate and self.rng.random() < self._duplicate:
                     loop.call_later(self.rng.uniform(*self._latency_s), node.serve, request)
-                if await self._passes(target, source):
+                if await self._route_trips(target, source):
                     return reply
             await asyncio.sleep(max(0.0, resend_at - loop.time()))
         return None
 
-    async def _passes(self, source: Address, target: Address) -> bool:
+    async def _route_trips(self, source: Address, target: Address) -> bool:
         await asyncio.sleep(self.rng.uniform(*self._latency_s))
         lost = self.rng.random() < self._drop
         return not lost and self._island.get(source, 0) == self._island.get(target, 0)

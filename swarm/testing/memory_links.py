@@ -39,7 +39,7 @@ class _Line:
         self.free_at = 0.0
 
 
-class Links:
+class SimulatedLinks:
     """Every way from one peer to another."""
 
     def __init__(

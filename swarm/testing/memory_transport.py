@@ -24,14 +24,14 @@ from swarm.net.exchange import (
     Admission,
     Beating,
     Bounds,
-    Patience,
+    ProgressTimeout,
     Waiting,
     answer,
     cancel,
     parts_of,
 )
-from swarm.testing.memory_links import Links
 from swarm.net.transport import Handler, Progress, Transport
+from swarm.testing.memory_links import SimulatedLinks
 from swarm.wire.framing import Frame, decode, encode
 from swarm.wire.messages import Heartbeat, Refusal
 
@@ -43,24 +43,24 @@ class _Exchange:
     caller: MemoryTransport
     server: MemoryTransport
     result: asyncio.Future[bytes]
-    patience: Patience
+    progress_timeout: ProgressTimeout
     progress: Progress
     counter: int = 0
     tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)
 
     def transfer(self, is_open: bool) -> None:
         if not self.result.done():
-            (self.patience.open if is_open else self.patience.shut)(asyncio.get_running_loop().time())
+            (self.progress_timeout.open if is_open else self.progress_timeout.shut)(asyncio.get_running_loop().time())
 
     def moved(self, num_bytes: int) -> None:
         if not self.result.done():
-            self.patience.moved(asyncio.get_running_loop().time(), num_bytes)
+            self.progress_timeout.moved(asyncio.get_running_loop().time(), num_bytes)
             self.progress.moved(num_bytes)
 
     def beat(self, counter: int) -> None:
         if counter > self.counter and not self.result.done():
             self.counter = counter
-            self.patience.advance(asyncio.get_running_loop().time())
+            self.progress_timeout.advance(asyncio.get_running_loop().time())
             self.progress.advance()
 
     def fail(self, error: Exception) -> None:
@@ -68,7 +68,7 @@ class _Exchange:
             self.result.set_exception(error)
 
 
-class MemoryNetwork(Links):
+class MemoryNetwork(SimulatedLinks):
     """The links between all transports of one simulation, and what is on its way."""
 
     def __init__(
@@ -84,7 +84,7 @@ class MemoryNetwork(Links):
     ) -> None:
         """
         Args:
-            rng, latency_s, jitter_s, bytes_per_s: see `Links`.
+            rng, latency_s, jitter_s, bytes_per_s: see `SimulatedLinks`.
             drop: probability that a request vanishes: its caller sees `Stalled`.
             drop_reply: probability that the handler runs and its reply is lost: `LinkBroken` or, as often, `Stalled`.
             duplicate: probability that the handler runs a second time; that reply is ignored.
@@ -170,7 +170,7 @@ class MemoryNetwork(Links):
         if self._happens("duplicate", self.duplicate):
             ghost: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             ghost.cancel()  # nobody waits for the second reply
-            twin = _Exchange(exchange.caller, exchange.server, ghost, exchange.patience, exchange.progress)
+            twin = _Exchange(exchange.caller, exchange.server, ghost, exchange.progress_timeout, exchange.progress)
             self._exchanges[twin] = None
             self._run(twin, self._deliver(twin, data))
 
@@ -310,13 +310,13 @@ class MemoryTransport(Transport):
             raise Unreachable(f"{what}: this peer's transport is closed")
         server = await self._network.connect(self._address, address, self._connect_s)
         loop = asyncio.get_running_loop()
-        patience = Patience(stall_s=stall_s)
-        patience.open(loop.time())
-        patience.shut(loop.time())
-        exchange = _Exchange(self, server, loop.create_future(), patience, progress or Progress())
+        progress_timeout = ProgressTimeout(stall_s=stall_s)
+        progress_timeout.open(loop.time())
+        progress_timeout.shut(loop.time())
+        exchange = _Exchange(self, server, loop.create_future(), progress_timeout, progress or Progress())
         self._network.send(exchange, data)
         try:
-            async with Waiting(patience, what):
+            async with Waiting(progress_timeout, what):
                 reply = await exchange.result
         finally:
             await cancel(exchange.result)

@@ -27,7 +27,7 @@ from swarm.wire.framing import Buffer
 from swarm.wire.messages import BLOCK_SIZE, Codec, TensorSpec
 from swarm.wire.scaled import rows_of, split
 
-Role = Literal["input", "label", "grad", "state"]
+TensorRole = Literal["input", "label", "grad", "state"]
 
 #: `RunConfig.compression` -> codec of activations and their gradients.
 CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "rotated8"}
@@ -78,7 +78,7 @@ def require_finite(tensor: torch.Tensor, what: str) -> None:
         raise NonFinite(f"{what} is not finite")
 
 
-def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> tuple[TensorSpec, Buffer]:
+def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
     """Spec and payload of `tensor`; `codec` applies to floating tensors only, others are raw.
 
     A raw payload of a contiguous CPU tensor aliases it: do not change the tensor before the payload is sent.
@@ -95,7 +95,7 @@ def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> 
     return spec, coded.cpu().numpy().data
 
 
-def encode_sparse(name: str, tensor: torch.Tensor, num_kept: int, role: Role) -> tuple[TensorSpec, Buffer]:
+def encode_sparse(name: str, tensor: torch.Tensor, num_kept: int, role: TensorRole) -> tuple[TensorSpec, Buffer]:
     """Spec and payload of the `num_kept` largest elements of `tensor`.
 
     Raises:
@@ -109,7 +109,7 @@ def encode_sparse(name: str, tensor: torch.Tensor, num_kept: int, role: Role) ->
 
 
 def code_tensor(
-    name: str, tensor: torch.Tensor, codec: Codec, role: Role
+    name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole
 ) -> tuple[TensorSpec, torch.Tensor, torch.Tensor | None]:
     """The first half of `encode_tensor`: on the tensor's own device, which is not waited for.
 

@@ -56,13 +56,15 @@ def num_scaled_bytes(num_elements: int) -> int:
     return num_elements + math.ceil(num_elements / SUB_BLOCK_SIZE) + 2 * math.ceil(num_elements / BLOCK_SIZE)
 
 
-class Part(BaseModel):
+class Piece(BaseModel):
     """Base of everything inside a message."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
+    )
 
 
-class TensorSpec(Part):
+class TensorSpec(Piece):
     """One tensor of a frame's body: logical dtype and shape, and how its bytes are coded."""
 
     name: NameField
@@ -108,7 +110,7 @@ class TensorSpec(Part):
         return self
 
 
-class Member(Part):
+class Member(Piece):
     """One peer in one incarnation, and where it listens. `ready` members hold the stage's state and may be routed to."""
 
     peer: PeerIdField
@@ -124,8 +126,8 @@ class Member(Part):
         return (self.peer, self.incarnation)
 
 
-class Term(Part):
-    """Orders the leaders of one stage within a step: (ballot, n); the record's first ready member leads at the zero term."""
+class Attempt(Piece):
+    """Orders the leaders of one stage within a step: (ballot, n); the record's first ready member leads at the zero attempt."""
 
     ballot: Ballot = Ballot(0, "")
     n: Annotated[int, Field(ge=0)] = 0
@@ -140,7 +142,7 @@ MAX_SAVED = 16
 SavedSteps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], FailFast(), Field(max_length=MAX_SAVED)]
 
 
-class Seal(Part):
+class Seal(Piece):
     """A peer's frozen ledger for one attempt: what its accumulator of a step holds."""
 
     member: Member
@@ -150,7 +152,7 @@ class Seal(Part):
     tokens: Annotated[int, Field(ge=0)] = 0
     loss_sum: float = 0.0
     #: Head of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
-    head: DigestField
+    version_id: DigestField = Field(alias="head")
     state_digest: str = ""
     saved: SavedSteps = ()
 
@@ -159,11 +161,11 @@ class Seal(Part):
 TiedDigests = Annotated[tuple[tuple[NameField, DigestField], ...], FailFast(), Field(max_length=MAX_TIES)]
 
 
-class StageResult(Part):
+class StageResult(Piece):
     """One stage's part of a commit record."""
 
-    attempt: Term
-    average_digest: DigestField
+    attempt: Attempt
+    sum_digest: DigestField = Field(alias="average_digest")
     #: Sum of squares of the summed gradient, before division by the token total (fp64).
     sum_squares: Annotated[float, Field(ge=0)]
     num_tickets: Annotated[int, Field(ge=0)]
@@ -179,7 +181,7 @@ class StageResult(Part):
     saved: SavedSteps = ()
 
 
-class Move(Part):
+class Move(Piece):
     """A member goes to another stage: it serves `source` in the next step, and is listed at `target` from then on."""
 
     member: Member
@@ -187,7 +189,7 @@ class Move(Part):
     target: StageField
 
 
-class Load(Part):
+class Load(Piece):
     """What a member has done at its stage so far, counted by itself; who compares two of them learns its pace and load."""
 
     member: Member
@@ -208,14 +210,14 @@ class Load(Part):
     flops_per_s: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Order(Part):
+class Order(Piece):
     """What an operator asked of the run: to wait after a commit, or to end once that many steps have committed."""
 
     paused: bool = False
     stop_at: Annotated[int, Field(ge=1, le=2**40)] | None = None
 
 
-class CommitRecord(Part):
+class CommitRecord(Piece):
     """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results.
 
     Records are ordered by (era, step, smaller head, ballot): a peer takes over the newest that it sees. A record that
@@ -227,8 +229,8 @@ class CommitRecord(Part):
     #: How often the run was set back to an older head.
     era: Annotated[int, Field(ge=0)] = 0
     step: Annotated[int, Field(ge=-1)]
-    head: DigestField
-    previous_head: str = ""
+    version_id: DigestField = Field(alias="head")
+    previous_version_id: str = Field("", alias="previous_head")
     ballot: Ballot
     #: Next members of each stage, its leader first.
     members: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...]
@@ -263,14 +265,14 @@ class CommitRecord(Part):
             return True
         if (self.era, self.step) != (other.era, other.step):
             return (self.era, self.step) > (other.era, other.step)
-        return self.head < other.head or (self.head == other.head and self.ballot > other.ballot)
+        return self.version_id < other.version_id or (self.version_id == other.version_id and self.ballot > other.ballot)
 
     def relists(self, other: CommitRecord | None) -> bool:
         """Is this the version of `other`, decided by another coordinator? Then only its members may be others."""
-        return other is not None and (self.era, self.head) == (other.era, other.head)
+        return other is not None and (self.era, self.version_id) == (other.era, other.version_id)
 
 
-class Norms(Part):
+class Norms(Piece):
     """Euclidean norms of what one stage computed for a micro-batch, as it was before it was coded for the wire.
 
     None where there is no such thing, or where it is not finite.
@@ -284,7 +286,7 @@ class Norms(Part):
     parameters: float | None = None
 
 
-class Hop(Part):
+class Hop(Piece):
     """What one stage did for a micro-batch; times in seconds, bytes as sent on the wire."""
 
     stage: StageField
@@ -308,7 +310,7 @@ class Hop(Part):
 Route = Annotated[tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=64)], ...], FailFast(), Field(max_length=1024)]
 
 
-class Message(Part):
+class Message(Piece):
     """Base of every message; `tensors` describes the body."""
 
     tensors: Annotated[tuple[TensorSpec, ...], FailFast(), Field(max_length=MAX_TENSORS)] = ()
@@ -393,7 +395,7 @@ class StatusReply(Message):
     #: Steps that have committed; -1: it does not know of the run's yet.
     step: int = -1
     #: That of a stage peer's own state, which may lag; of other roles that of the newest record. Empty: none.
-    head: str = ""
+    version_id: str = Field("", alias="head")
     state: Annotated[str, StringConstraints(max_length=64)] = ""
     detail: Annotated[dict[str, str | int | float | bool], Field(max_length=128)] = {}
     stages: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...] = ()
@@ -416,7 +418,7 @@ class Train(Message):
     run: RunIdField
     mode: Literal["train", "eval"] = "train"
     ticket: Ticket
-    head: DigestField
+    version_id: DigestField = Field(alias="head")
     stage: StageField
     route: Route
     #: Every stage tells the norms of what it computes.
@@ -443,7 +445,7 @@ class Claim(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     member: Member
     indexes: Indexes
 
@@ -452,7 +454,7 @@ class Claimed(Message):
     """The granted tickets; each one asked for and missing here is denied."""
 
     kind: Literal["claimed"] = "claimed"
-    term: Term
+    attempt: Attempt = Field(alias="term")
     granted: Indexes
     reason: TextField = ""
 
@@ -464,7 +466,7 @@ class Revoke(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     index: IndexField
 
 
@@ -476,9 +478,9 @@ class Revoked(Message):
 
 
 class Gather(Message):
-    """The coordinator makes a member the leader of its stage for `term` and has it collect every ledger.
+    """The coordinator makes a member the leader of its stage for `attempt` and has it collect every ledger.
 
-    With `freeze` the ledgers are sealed for the attempt `term`; without, the step is (re)opened. Unused claims are void
+    With `freeze` the ledgers are sealed for the attempt `attempt`; without, the step is (re)opened. Unused claims are void
     either way. Answered by `Gathered`.
     """
 
@@ -486,18 +488,18 @@ class Gather(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     freeze: bool
     members: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
-    struck: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    excluded: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = Field((), alias="struck")
 
 
 class Gathered(Message):
-    """The seals of all members that answered, those that did not (struck for this step), and what each has done so far."""
+    """The seals of all members that answered, those that did not (excluded for this step), and what each has done so far."""
 
     kind: Literal["gathered"] = "gathered"
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
-    struck: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
+    excluded: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = Field((), alias="struck")
     loads: Annotated[tuple[Load, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
 
 
@@ -508,7 +510,7 @@ class Collect(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     freeze: bool
     leader: Member
 
@@ -524,23 +526,23 @@ class Collected(Message):
 
 
 #: The attempt of every stage.
-StageTerms = Annotated[tuple[Term, ...], FailFast(), Field(max_length=1024)]
+StageAttempts = Annotated[tuple[Attempt, ...], FailFast(), Field(max_length=1024)]
 
 
-class Average(Message):
-    """The coordinator has a stage's leader average the sealed contributions of `term`: answered by `Averaged`."""
+class AllReduce(Message):
+    """The coordinator has a stage's leader average the sealed contributions of `attempt`: answered by `AllReduced`."""
 
     kind: Literal["average"] = "average"
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     #: What each stage, in order, averages at the same time: stages that hold copies of one parameter exchange its sums.
-    terms: StageTerms = ()
+    attempts: StageAttempts = Field((), alias="terms")
 
 
-class Averaged(Message):
+class AllReduced(Message):
     """The stage is prepared, or `suspects` names the ends of the transfers that failed."""
 
     kind: Literal["averaged"] = "averaged"
@@ -550,7 +552,7 @@ class Averaged(Message):
 
 
 class Assist(Message):
-    """A stage's leader asks an aggregator to reduce a part of the averages of attempt `term`: answered by `Assisting`.
+    """A stage's leader asks an aggregator to reduce a part of the averages of attempt `attempt`: answered by `Assisting`.
 
     It holds no replica and knows no model: `vector` says how many elements the average has, and how they travel.
     """
@@ -559,7 +561,7 @@ class Assist(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     vector: TensorSpec
     #: That may send their parts.
     num_members: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
@@ -587,14 +589,14 @@ class Reduce(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     #: How many elements each of them reduces, in this order, and then each of `auxiliaries`.
     shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     #: In about so many chunks the largest slice of a member travels.
     num_chunks: Annotated[int, Field(ge=1, le=128)] = 16
-    #: As in `Average`.
-    terms: StageTerms = ()
+    #: As in `AllReduce`.
+    attempts: StageAttempts = Field((), alias="terms")
     #: Aggregators that only reduce: they have no seal, no contribution and no use for the result.
     auxiliaries: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_AUXILIARIES)] = ()
 
@@ -606,7 +608,7 @@ class Reduced(Message):
     """
 
     kind: Literal["reduced"] = "reduced"
-    average_digest: str = ""
+    sum_digest: str = Field("", alias="average_digest")
     sum_squares: float = 0.0
     tied: TiedDigests = ()
     suspects: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
@@ -623,7 +625,7 @@ class Slice(Message):
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     member: Member
     number: Annotated[int, Field(ge=0, lt=2**31)] = 0
     #: Which of the round's exchanges it belongs to: a compressor may need several, and so do groups of groups.
@@ -639,14 +641,14 @@ class ReducedSlice(Message):
 class FetchTied(Message):
     """A member of a stage that holds a copy of one of this stage's parameters asks for the parameter's summed gradient.
 
-    It is the sum of this stage's attempt `term`, without other stages' parts. Answered by `AverageCopy`.
+    It is the sum of this stage's attempt `attempt`, without other stages' parts. Answered by `SumCopy`.
     """
 
     kind: Literal["fetch_tied"] = "fetch_tied"
     run: RunIdField
     stage: StageField
     step: StepField
-    term: Term
+    attempt: Attempt = Field(alias="term")
     #: Of the tie.
     name: NameField
     offset: Annotated[int, Field(ge=0)] = 0
@@ -672,11 +674,11 @@ class Held(Message):
     #: It has a checkpoint on disk that is damaged, or that someone is changing.
     damaged: bool = False
     #: The newest record known to it that asked for a checkpoint, whether or not it holds that.
-    milestone: CommitRecord | None = None
+    checkpoint_record: CommitRecord | None = Field(None, alias="milestone")
 
 
-class FetchAverage(Message):
-    """A peer one commit behind copies the average that a record names: answered by `AverageCopy`."""
+class FetchSum(Message):
+    """A peer one commit behind copies the average that a record names: answered by `SumCopy`."""
 
     kind: Literal["fetch_average"] = "fetch_average"
     run: RunIdField
@@ -687,7 +689,7 @@ class FetchAverage(Message):
     length: Annotated[int, Field(ge=1)] = 2**24
 
 
-class AverageCopy(Message):
+class SumCopy(Message):
     """Elements `offset : offset + length` of the flat average, or of one parameter's sum; `total` is its length."""
 
     kind: Literal["average_copy"] = "average_copy"
@@ -707,7 +709,7 @@ class Commit(Message):
 class Join(Message):
     """A stage peer asks the coordinator to be listed in the next record: answered by `Joining` or `Refusal`.
 
-    `head` is the newest head that it holds; `member.ready` says that it holds the stage's state there. One that is
+    `version_id` is the newest head that it holds; `member.ready` says that it holds the stage's state there. One that is
     `leaving` is left out once its gradients are committed; those of `lost` are not and go with it.
     """
 
@@ -715,7 +717,7 @@ class Join(Message):
     run: RunIdField
     stage: StageField
     member: Member
-    head: DigestField | None = None
+    version_id: DigestField | None = Field(None, alias="head")
     leaving: bool = False
     lost: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
 
@@ -775,13 +777,13 @@ class Elect(Message):
 
 
 class Elected(Message):
-    """Accepted; the newest record, the highest term seen, and the prepared attempts of the step after it."""
+    """Accepted; the newest record, the highest attempt seen, and the prepared attempts of the step after it."""
 
     kind: Literal["elected"] = "elected"
     stage: StageField
     member: Member
     record: CommitRecord | None = None
-    term: Term = Term()
+    attempt: Attempt = Field(Attempt(), alias="term")
     prepared: Annotated[tuple[tuple[StepField, StageResult], ...], FailFast(), Field(max_length=16)] = ()
 
 
@@ -795,7 +797,7 @@ class Lease(Message):
     #: Step, era, head and ballot of the newest record that it has (-2: none, not even genesis).
     known_step: Annotated[int, Field(ge=-2)] = -2
     known_era: Annotated[int, Field(ge=0)] = 0
-    known_head: Annotated[str, StringConstraints(max_length=64)] = ""
+    known_version_id: Annotated[str, StringConstraints(max_length=64)] = Field("", alias="known_head")
     known_ballot: Ballot = ZERO_BALLOT
     #: Tickets finished since the last call, with whether every stage said it accumulated them.
     done: Annotated[tuple[tuple[Ticket, bool], ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
@@ -808,12 +810,12 @@ class Lease(Message):
 
 
 class Evaluated(Message):
-    """A trainer tells members the mean loss on the held-out samples at `head`: the best checkpoint stays. Answered by `Ack`."""
+    """A trainer tells members the mean loss on the held-out samples at `version_id`: the best checkpoint stays. Answered by `Ack`."""
 
     kind: Literal["evaluated"] = "evaluated"
     run: RunIdField
     step: StepField
-    head: DigestField
+    version_id: DigestField = Field(alias="head")
     loss: float
 
 
@@ -870,12 +872,12 @@ class StateManifest(Message):
 
 
 class StateRange(Message):
-    """Asks for elements `offset : offset + length` of one entry of the snapshot at `head`: answered by `StateChunk`."""
+    """Asks for elements `offset : offset + length` of one entry of the snapshot at `version_id`: answered by `StateChunk`."""
 
     kind: Literal["state_range"] = "state_range"
     run: RunIdField
     stage: StageField
-    head: DigestField
+    version_id: DigestField = Field(alias="head")
     name: NameField
     offset: Annotated[int, Field(ge=0)]
     length: Annotated[int, Field(ge=1)]
@@ -892,8 +894,8 @@ AnyMessage = Annotated[
     Union[
         Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
         Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
-        Average, Averaged, Assist, Assisting, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchAverage,
-        AverageCopy, Commit, Join, Joining, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated,
+        AllReduce, AllReduced, Assist, Assisting, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchSum,
+        SumCopy, Commit, Join, Joining, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated,
         StateOffer, StateManifest, StateRange, StateChunk,
     ],
     Field(discriminator="kind"),

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from swarm.base.ids import Address
-from swarm.testing.virtual_time import run_virtual
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
 from swarm.net.kademlia.calls import RpcTiming
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.server import ServerTiming
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.records import PeerRecord, SignedRecord
 
 KEY = "5" * 64 + "/stage/1"

@@ -13,11 +13,11 @@ import pytest
 
 from swarm.base.errors import ConfigError, LinkBroken, LinkError, RemoteRefused, Stalled, Unreachable
 from swarm.base.ids import Address
-from swarm.testing.virtual_time import run_virtual
 from swarm.net.exchange import Bounds
 from swarm.net.http.transport import HttpTransport
-from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Handler, Progress, Transport
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.framing import Frame
 from swarm.wire.messages import DTYPE_BYTES, Ack, Member, Refusal, StateChunk, StatusReply, TensorSpec
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from swarm.testing.processes import environment, launcher
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from launch.export import main as export_model
 from launch.local_swarm.plan import RUN_FILE
 from swarm.base.config import parse_config_bytes
 from swarm.feed.feed import open_feed
+from swarm.testing.processes import environment, launcher
 from tests.unit.feed.chat_tokenizer import write_chat_tokenizer
 
 ANSWERS = ["paris", "madrid is the answer", "two three"]

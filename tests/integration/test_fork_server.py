@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm.testing.processes import alive, environment, pids_of, wait_until
 
 from launch.processes.children import Child, Children
 from swarm.base.errors import SwarmError
+from swarm.testing.processes import alive, environment, pids_of, wait_until
 
 
 class Started:

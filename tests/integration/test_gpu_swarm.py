@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from swarm.testing.processes import environment, launcher
 
 from launch.replay import main as replay_ticket
+from swarm.testing.processes import environment, launcher
 
 WITHIN_S = 120.0
 SHAPE = ["--stages", 2, "--peers-per-stage", 1, "--steps", 6, "--precision", "fp64", "--compression", "none"]

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_stand_in import COMMIT, HubStandIn
-from swarm.testing.processes import environment
 from safetensors.numpy import load_file, save_file
+
+from swarm.testing.processes import environment
 
 REPOSITORY = "owner/small-model"
 OPTIONS = {
@@ -111,8 +112,8 @@ def test_a_hub_id_fetches_only_the_shards_of_the_stage(model: Path, tokenizer: P
         ]  # fmt: skip
         values, refused, unknown = loaded.stdout.splitlines()
         layer = load_file(model / "model-00003-of-00004.safetensors")["model.layers.1.mlp.up_proj.weight"]
-        head = load_file(model / "model-00004-of-00004.safetensors")["lm_head.weight"]
-        assert [float(x) for x in values.split()] == pytest.approx([layer[3, 5], head[2, 1]])
+        version_id = load_file(model / "model-00004-of-00004.safetensors")["lm_head.weight"]
+        assert [float(x) for x in values.split()] == pytest.approx([layer[3, 5], version_id[2, 1]])
         assert "is not the run's: model-00003-of-00004.safetensors has digest" in refused, "a directory is no better"
         assert unknown.startswith("model owner/none: no such directory here, and from the hub: ")
         assert "cache" not in unknown, "the hub has spoken"

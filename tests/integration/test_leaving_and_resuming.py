@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from swarm.testing.real_swarm import RealSwarm, tiny_config
 
 from swarm.base.ids import Address
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.real_swarm import RealSwarm, tiny_config
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from swarm.testing.processes import alive, environment, launcher, pids_of, wait_until
 
 #: Longest start-up that the tests put up with, on a loaded machine.

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from swarm.testing.processes import environment, launcher
 
 LIMIT = 2 * 10**9

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
-from swarm.averaging.reduction import Code, Part
+from swarm.averaging.reduction import Code, GroupVector
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Fragments:
         num_elements = len(range(self._num_elements)[fragment])
         values = None if flat is None else flat[fragment].contiguous()
         carry = None if self.carry is None else self.carry[fragment] * all_tokens
-        part = Part(num_elements, values, self._code, carry)
+        part = GroupVector(num_elements, values, self._code, carry)
         result = yield part
         total = torch.zeros(self._num_elements, dtype=result.total.dtype)
         total[fragment] = result.total

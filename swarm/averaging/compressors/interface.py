@@ -1,7 +1,7 @@
 """What a compressor of averages is. Owns the interface alone.
 
 A compressor turns a member's contribution into vectors that the group sums, one after another, and the sums into the
-average: a generator that yields each vector (`Part`), is sent its `Sum`, and returns what came of it. So it need not know
+average: a generator that yields each vector (`GroupVector`), is sent its `Sum`, and returns what came of it. So it need not know
 how vectors travel, and the exchange need not know what is in them. What it keeps back (error feedback) is private to the
 peer, is adopted when the attempt is committed, and is dropped with an attempt that is not.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from swarm.averaging.butterfly import Sum
-from swarm.averaging.reduction import Part
+from swarm.averaging.reduction import GroupVector
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Compressed:
     state: Any = None
 
 
-Compression = Generator[Part, Sum, Compressed]
+Compression = Generator[GroupVector, Sum, Compressed]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
-from swarm.averaging.reduction import Code, Part, Robust
+from swarm.averaging.reduction import Code, GroupVector, Robust
 
 
 class Plain:
@@ -24,7 +24,7 @@ class Plain:
 
     def compress(self, contribution: Contribution) -> Compression:
         robust = None if self._clip_radius is None else Robust(contribution.tokens, self._clip_radius)
-        total = yield Part(self._num_elements, contribution.flat, self.code, robust=robust)
+        total = yield GroupVector(self._num_elements, contribution.flat, self.code, robust=robust)
         return Compressed(total.total)
 
     def adopt(self, state: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from swarm.averaging.compressors.interface import Compressed, Compression, Contribution
-from swarm.averaging.reduction import Part
+from swarm.averaging.reduction import GroupVector
 from swarm.stage.layout import Layout
 
 
@@ -83,20 +83,20 @@ class PowerSgd:
         if flat is not None:
             mine = flat if self.residual is None else flat + self.residual
         if len(contribution.tokens) == 1:  # nothing travels
-            whole = yield Part(self._num_elements, mine)
+            whole = yield GroupVector(self._num_elements, mine)
             return Compressed(whole.total, _State(None if mine is not None else self.residual, self._factors))
         if mine is not None:
             right = self._first_factors(mine.dtype)
             lefts = [(x.of(mine) @ factor).view(-1) for x, factor in zip(self._matrices, right, strict=True)]
             mine_sent = torch.cat([*lefts, *(mine[start:end] for start, end in self._rest)])
-        first = yield Part(self._num_lefts + self._num_rest, None if mine is None else mine_sent)
+        first = yield GroupVector(self._num_lefts + self._num_rest, None if mine is None else mine_sent)
         left = [_orthonormal(part) for part in self._split(first.total, [x.rows for x in self._matrices])]
         own = None
         if mine is not None:
             own = [x.of(mine).T @ p for x, p in zip(self._matrices, left, strict=True)]
         num_rights = sum(x.columns for x in self._matrices) * self._rank
         sent = None if own is None else torch.cat([part.reshape(-1) for part in own] or [torch.empty(0)])
-        second = yield Part(num_rights, sent)
+        second = yield GroupVector(num_rights, sent)
         right = list(self._split(second.total, [x.columns for x in self._matrices]))
         total = torch.empty(self._num_elements, dtype=first.total.dtype)
         at = self._num_lefts

@@ -19,10 +19,10 @@ from aiohttp.http import StreamWriter
 
 from swarm.base.errors import LinkBroken, RemoteProtocolError, UnknownHost, Unreachable
 from swarm.base.ids import Address
-from swarm.net.exchange import Patience, chunks_of, one_line
+from swarm.net.exchange import ProgressTimeout, chunks_of, one_line
 from swarm.net.http.frames import Body, FrameReader
 from swarm.net.http.server import PATH, READ_BYTES
-from swarm.net.http.sockets import Links
+from swarm.net.http.sockets import SocketLinks
 from swarm.net.transport import Progress
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Heartbeat
@@ -56,7 +56,7 @@ class HttpClient:
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
         self._allocate = allocate
-        self._links = Links(moving_s=moving_s)
+        self._links = SocketLinks(moving_s=moving_s)
         self._session: aiohttp.ClientSession | None = None
 
     def carried(self) -> list[tuple[int, int]]:
@@ -64,19 +64,19 @@ class HttpClient:
         return self._links.carried()
 
     async def exchange(
-        self, address: Address, parts: Sequence[memoryview], patience: Patience, progress: Progress, what: str
+        self, address: Address, parts: Sequence[memoryview], progress_timeout: ProgressTimeout, progress: Progress, what: str
     ) -> Frame:
-        """Send `parts` and return the result frame; advances `patience` and `progress`.
+        """Send `parts` and return the result frame; advances `progress_timeout` and `progress`.
 
         Raises:
             Unreachable, LinkBroken, RemoteProtocolError: naming `what`.
         """
-        upload = _Upload(parts, patience, progress, self._links)
+        upload = _Upload(parts, progress_timeout, progress, self._links)
         response: aiohttp.ClientResponse | None = None
         try:
             response = await self._opened().post(_url_of(address), data=upload, allow_redirects=False)
             body = Body(response.content)
-            result = await self._result(body, patience, progress)
+            result = await self._result(body, progress_timeout, progress)
             if upload.is_complete:
                 await _end_of(body)
             return result
@@ -114,11 +114,11 @@ class HttpClient:
             )
         return self._session
 
-    async def _result(self, body: Body, patience: Patience, progress: Progress) -> Frame:
+    async def _result(self, body: Body, progress_timeout: ProgressTimeout, progress: Progress) -> Frame:
         """Read frames until the first that is no heartbeat."""
         loop = asyncio.get_running_loop()
         reader = FrameReader(
-            body, patience, progress, max_body_bytes=self._max_body_bytes, allocate=self._allocate
+            body, progress_timeout, progress, max_body_bytes=self._max_body_bytes, allocate=self._allocate
         )
         counter = 0
         while True:
@@ -127,18 +127,18 @@ class HttpClient:
                 return frame
             if frame.message.counter > counter:
                 counter = frame.message.counter
-                patience.advance(loop.time())
+                progress_timeout.advance(loop.time())
                 progress.advance()
 
 
 class _Upload(aiohttp.Payload):
     """The body of one request: pieces of its parts, uncopied, counted as they leave."""
 
-    def __init__(self, parts: Sequence[memoryview], patience: Patience, progress: Progress, links: Links) -> None:
+    def __init__(self, parts: Sequence[memoryview], progress_timeout: ProgressTimeout, progress: Progress, links: SocketLinks) -> None:
         super().__init__(parts)
         self._size = sum(len(part) for part in parts)
         self._parts = parts
-        self._patience = patience
+        self._progress_timeout = progress_timeout
         self._progress = progress
         self._links = links
         self._transport: asyncio.Transport | None = None
@@ -155,7 +155,7 @@ class _Upload(aiohttp.Payload):
         self._transport = writer.transport
         self._links.add(writer.transport)
         loop = asyncio.get_running_loop()
-        self._patience.open(loop.time())
+        self._progress_timeout.open(loop.time())
         num_written = 0
         for chunk in chunks_of(self._parts):
             await writer.write(chunk)
@@ -164,7 +164,7 @@ class _Upload(aiohttp.Payload):
             if num_written >= _TURN_BYTES:  # others come to their turn also if the kernel takes everything
                 num_written = 0
                 await asyncio.sleep(0)
-        self._patience.shut(loop.time())
+        self._progress_timeout.shut(loop.time())
         self.is_complete = True
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
@@ -172,7 +172,7 @@ class _Upload(aiohttp.Payload):
         await self.write(writer)
 
     def _count(self, now: float, num_bytes: int) -> None:
-        self._patience.moved(now, num_bytes)
+        self._progress_timeout.moved(now, num_bytes)
         self._progress.moved(num_bytes)
 
     def hang_up(self) -> None:

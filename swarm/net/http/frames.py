@@ -12,7 +12,7 @@ from collections.abc import Callable
 import aiohttp
 
 from swarm.base.errors import RemoteProtocolError
-from swarm.net.exchange import MAX_HEARTBEAT_BYTES, Patience
+from swarm.net.exchange import MAX_HEARTBEAT_BYTES, ProgressTimeout
 from swarm.net.transport import Progress, pageable
 from swarm.wire.framing import PREFIX, Frame, Prefix, decode_header, decode_prefix, split_body
 from swarm.wire.messages import Heartbeat
@@ -65,11 +65,11 @@ class FrameReader:
     """Reads frames from a body, and counts what moves."""
 
     def __init__(
-        self, body: Body, patience: Patience, progress: Progress, *, max_body_bytes: int,
+        self, body: Body, progress_timeout: ProgressTimeout, progress: Progress, *, max_body_bytes: int,
         allocate: Callable[[int], memoryview],
     ) -> None:  # fmt: skip
         self._body = body
-        self._patience = patience
+        self._progress_timeout = progress_timeout
         self._progress = progress
         self._max_body_bytes = max_body_bytes
         self._allocate = allocate
@@ -87,7 +87,7 @@ class FrameReader:
             aiohttp.ClientError, web.RequestPayloadError: see `Body`.
         """
         if whole is not None:
-            self._patience.open(self._loop.time())
+            self._progress_timeout.open(self._loop.time())
         start = pageable(PREFIX.size)
         await self._body.fill(start, self._ignored)
         prefix = decode_prefix(start, max_body_bytes=self._max_body_bytes)
@@ -96,10 +96,10 @@ class FrameReader:
             raise RemoteProtocolError(f"frame of {size} bytes came with {whole}")
         counts = size > MAX_HEARTBEAT_BYTES
         if counts:
-            self._patience.open(self._loop.time())
+            self._progress_timeout.open(self._loop.time())
         frame = await self._rest(prefix, counts)
         if whole is not None or counts:
-            self._patience.shut(self._loop.time())
+            self._progress_timeout.shut(self._loop.time())
         return frame
 
     async def _rest(self, prefix: Prefix, counts: bool) -> Frame:
@@ -116,7 +116,7 @@ class FrameReader:
 
     def _moved(self, num_bytes: int) -> None:
         now = self._loop.time()
-        self._patience.moved(now, num_bytes)
+        self._progress_timeout.moved(now, num_bytes)
         self._progress.moved(num_bytes)
 
     def _ignored(self, num_bytes: int) -> None:

@@ -21,14 +21,14 @@ from swarm.net.exchange import (
     MOVING_BYTES,
     Admission,
     Beating,
-    Patience,
+    ProgressTimeout,
     answer,
     chunks_of,
     one_line,
     parts_of,
 )
 from swarm.net.http.frames import Body, FrameReader
-from swarm.net.http.sockets import Links
+from swarm.net.http.sockets import SocketLinks
 from swarm.net.transport import Handler, Progress
 from swarm.wire.framing import PREFIX, Frame
 from swarm.wire.messages import Heartbeat, Refusal
@@ -142,17 +142,17 @@ class HttpServer:
         num_bytes = self._admit(request)
         try:
             progress = Progress((request.remote or "").removeprefix("::ffff:"), among=self._served)
-            patience = Patience(stall_s=self._limits.moving_s, window_s=self._limits.moving_s)
+            progress_timeout = ProgressTimeout(stall_s=self._limits.moving_s, window_s=self._limits.moving_s)
             reader = FrameReader(
-                Body(request.content), patience, progress, max_body_bytes=self._admission.max_body_bytes,
+                Body(request.content), progress_timeout, progress, max_body_bytes=self._admission.max_body_bytes,
                 allocate=self._allocate,
             )  # fmt: skip
             received = asyncio.Event()
             loop = asyncio.get_running_loop()
 
             async def beat() -> None:
-                if not received.is_set() and loop.time() >= patience.deadline:
-                    raise _bad_request(408, patience.reason(loop.time()))
+                if not received.is_set() and loop.time() >= progress_timeout.deadline:
+                    raise _bad_request(408, progress_timeout.reason(loop.time()))
                 if reader.head_valid:  # before that a refusal may still have its own status
                     await reply.beat(progress.count)
 
@@ -209,7 +209,7 @@ class _Callers(web.Server):
             read_bufsize=READ_BYTES,
         )
         self.limits = limits
-        self.links = Links(moving_s=limits.moving_s)
+        self.links = SocketLinks(moving_s=limits.moving_s)
 
     def __call__(self) -> _Caller:
         return _Caller(self, **self._kwargs)

@@ -29,7 +29,7 @@ def prepare(transport: asyncio.Transport, *, moving_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(moving_s * 1000)))
 
 
-class Links:
+class SocketLinks:
     """A set of connections, and what the kernel counts on them; those that are closed leave it by themselves.
 
     Args:

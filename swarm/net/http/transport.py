@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import socket
 
+from swarm.base.buffers import Recycler
 from swarm.base.errors import LinkBroken, Unreachable
 from swarm.base.ids import Address
-from swarm.base.buffers import Recycler
-from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, Patience, Waiting, parts_of
+from swarm.net.exchange import MOVING_WINDOW_S, Admission, Bounds, ProgressTimeout, Waiting, parts_of
 from swarm.net.http.client import HttpClient
 from swarm.net.http.server import HttpServer, ServerLimits
+from swarm.net.http.sockets import most_connections
 from swarm.net.loop_meter import LoopMeter
 from swarm.net.ports import bind_tcp
-from swarm.net.http.sockets import most_connections
 from swarm.net.transport import Handler, Progress, Transport
 from swarm.wire.framing import Frame
 
@@ -118,11 +118,11 @@ class HttpTransport(Transport):
         what = f"{request.message.kind} to {address}"
         if self._closed:
             raise Unreachable(f"{what}: this peer's transport is closed")
-        patience = Patience(stall_s=stall_s, window_s=self._moving_s)
+        progress_timeout = ProgressTimeout(stall_s=stall_s, window_s=self._moving_s)
         parts = parts_of(request)
-        async with Waiting(patience, what) as waiting:
+        async with Waiting(progress_timeout, what) as waiting:
             self._calls[waiting] = None
             try:
-                return await self._client.exchange(address, parts, patience, progress or Progress(), what)
+                return await self._client.exchange(address, parts, progress_timeout, progress or Progress(), what)
             finally:
                 del self._calls[waiting]

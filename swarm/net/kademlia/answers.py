@@ -14,9 +14,9 @@ from kademlia.node import Node
 from kademlia.utils import digest
 
 from swarm.net.kademlia import wire
-from swarm.net.kademlia.routing import LiveRoutingTable, plausible_for
 from swarm.net.kademlia.known_addresses import source_of
 from swarm.net.kademlia.record_storage import RecordStorage
+from swarm.net.kademlia.routing import LiveRoutingTable, plausible_for
 
 #: Bad records in a row that an address may have verified, and how many a second from then on.
 _MAX_OFFENCES = 64.0

@@ -14,7 +14,7 @@ from kademlia.node import Node
 from swarm.net.kademlia.wire import NODE_ID_BYTES
 
 
-class Stranger(Node):
+class UnknownNode(Node):
     """A node of which only the address is known."""
 
     def __init__(self, ip: str, port: int) -> None:

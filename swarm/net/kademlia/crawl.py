@@ -20,7 +20,7 @@ _ENOUGH_ANSWERS = 3
 #: Questions at once, however many nodes are silent.
 _MAX_PARALLEL = 32
 #: An answer is hoped for until so many times the time after which it is late.
-_PATIENCE = 3
+_TIMEOUT = 3
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class NearestCrawl(SpiderCrawl):
         for node in self.nearest.get_uncontacted()[: max(0, self._parallel - num_fresh)]:
             self.nearest.mark_contacted(node)
             late_s = self._late_s(node)
-            self._in_flight[self._ask(node)] = _Question(node, now + late_s, now + _PATIENCE * late_s)
+            self._in_flight[self._ask(node)] = _Question(node, now + late_s, now + _TIMEOUT * late_s)
         return bool(self._in_flight)
 
     def _accept(self, node: Node, reply: Reply | None) -> None:

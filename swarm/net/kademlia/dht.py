@@ -19,12 +19,12 @@ from pathlib import Path
 
 from swarm.base.errors import StorageError
 from swarm.base.ids import Address
-from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
+from swarm.net.kademlia.contact_file import ContactFile
+from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.net.kademlia.server import RecordServer, ServerTiming
 from swarm.net.ports import bind_udp
-from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
 
 log = logging.getLogger(__name__)

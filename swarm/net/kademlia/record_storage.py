@@ -69,7 +69,7 @@ class RecordVerifier:
 
 
 @dataclass(slots=True)
-class Held:
+class StoredRecord:
     """One record as this node holds it; times are this node's."""
 
     signed: SignedRecord
@@ -85,7 +85,7 @@ class Held:
 class _Key:
     """The records under one key; `peers` is sorted and has exactly the keys of `held`."""
 
-    held: dict[PeerId, Held] = field(default_factory=dict)
+    held: dict[PeerId, StoredRecord] = field(default_factory=dict)
     peers: list[PeerId] = field(default_factory=list)
 
 
@@ -164,17 +164,17 @@ class RecordStorage(IStorage):
             return ""
         if old is not None and record.sequence <= old.record.sequence:
             return "old_sequence"
-        new = Held(signed, record, now + life_s, now, source)
+        new = StoredRecord(signed, record, now + life_s, now, source)
         if old is None and not self._make_room(key, new):
             return "full"
         self._insert(key, new)
         return ""
 
-    def _find(self, key: str, peer: PeerId) -> Held | None:
+    def _find(self, key: str, peer: PeerId) -> StoredRecord | None:
         records = self._keys.get(key)
         return records.held.get(peer) if records is not None else None
 
-    def _insert(self, key: str, new: Held) -> None:
+    def _insert(self, key: str, new: StoredRecord) -> None:
         peer = new.record.peer
         records = self._keys.setdefault(key, _Key())
         if peer not in records.held:
@@ -187,7 +187,7 @@ class RecordStorage(IStorage):
         self._from.setdefault(new.source, {})[key, peer] = None
         self._note_expiry(key, peer, new)
 
-    def _remove(self, key: str, peer: PeerId) -> Held:
+    def _remove(self, key: str, peer: PeerId) -> StoredRecord:
         records = self._keys[key]
         held = records.held.pop(peer)
         self._leave_source(key, held)
@@ -200,7 +200,7 @@ class RecordStorage(IStorage):
         self._num_records -= 1
         return held
 
-    def _note_expiry(self, key: str, peer: PeerId, held: Held) -> None:
+    def _note_expiry(self, key: str, peer: PeerId, held: StoredRecord) -> None:
         heapq.heappush(self._expiries, (held.expires_at, key, peer))
         if len(self._expiries) > 2 * self._num_records + 64:
             self._expiries = [
@@ -209,13 +209,13 @@ class RecordStorage(IStorage):
             ]
             heapq.heapify(self._expiries)
 
-    def _leave_source(self, key: str, held: Held) -> None:
+    def _leave_source(self, key: str, held: StoredRecord) -> None:
         brought = self._from[held.source]
         del brought[key, held.record.peer]
         if not brought:
             del self._from[held.source]
 
-    def _make_room(self, key: str, new: Held) -> bool:
+    def _make_room(self, key: str, new: StoredRecord) -> bool:
         """Evict until `new` fits; False if it has to stay out itself."""
         victims: list[tuple[str, PeerId]] = []
         records, peer = self._keys.get(key), new.record.peer
@@ -235,7 +235,7 @@ class RecordStorage(IStorage):
             self._counters["evicted_records"] += 1
         return True
 
-    def _who_gives_way(self, new: Held, by_source: Mapping[str, Collection[tuple[str, PeerId]]]) -> tuple[str, PeerId]:
+    def _who_gives_way(self, new: StoredRecord, by_source: Mapping[str, Collection[tuple[str, PeerId]]]) -> tuple[str, PeerId]:
         """The record to evict for `new`, or `_NOBODY`.
 
         A source that has at least two more than the new one's always gives way, whatever lives it signs: one attacker
@@ -287,23 +287,23 @@ class RecordStorage(IStorage):
         ):
             self._expired.popitem(last=False)
 
-    def find(self, key: str, peer: PeerId) -> Held | None:
+    def find(self, key: str, peer: PeerId) -> StoredRecord | None:
         """The record of `peer` under `key`, if one is held."""
         self.expire()
         return self._find(key, peer)
 
-    def remaining_s(self, held: Held) -> float:
+    def remaining_s(self, held: StoredRecord) -> float:
         """What is left of its life: all that may be handed on."""
         return held.expires_at - self._now()
 
-    def page(self, key: str, after: PeerId, max_bytes: int, overhead_bytes: int) -> tuple[list[Held], bool]:
+    def page(self, key: str, after: PeerId, max_bytes: int, overhead_bytes: int) -> tuple[list[StoredRecord], bool]:
         """Records of peers above `after`, in order, while they fit `max_bytes`; and whether there are more."""
         self.expire()
         records = self._keys.get(key)
         if records is None:
             return [], False
         start = bisect.bisect_right(records.peers, after)
-        chosen: list[Held] = []
+        chosen: list[StoredRecord] = []
         for peer in records.peers[start:]:
             held = records.held[peer]
             max_bytes -= held.signed.num_bytes + overhead_bytes
@@ -314,13 +314,13 @@ class RecordStorage(IStorage):
 
     def sample(
         self, key: str, rng: random.Random, max_bytes: int, overhead_bytes: int
-    ) -> tuple[list[Held], int]:
+    ) -> tuple[list[StoredRecord], int]:
         """Records of peers drawn evenly, while they fit `max_bytes`; and how many peers there are to draw from."""
         self.expire()
         records = self._keys.get(key)
         if records is None:
             return [], 0
-        chosen: list[Held] = []
+        chosen: list[StoredRecord] = []
         # 40 of the smallest records do not fit a datagram.
         for peer in rng.sample(records.peers, min(40, len(records.peers))):
             held = records.held[peer]
@@ -335,7 +335,7 @@ class RecordStorage(IStorage):
     def __setitem__(self, key: str, value: tuple[SignedRecord, float]) -> None:
         self.put(key, *value)
 
-    def __getitem__(self, key: str) -> list[Held]:
+    def __getitem__(self, key: str) -> list[StoredRecord]:
         self.expire()
         return list(self._keys[key].held.values())
 
@@ -344,11 +344,11 @@ class RecordStorage(IStorage):
         records = self._keys.get(key)
         return default if records is None else list(records.held.values())
 
-    def iter_older_than(self, seconds_old: float) -> list[tuple[str, Held]]:
+    def iter_older_than(self, seconds_old: float) -> list[tuple[str, StoredRecord]]:
         """(key, record) of all that nobody stored here in the last `seconds_old` seconds."""
         touched_before = self._now() - seconds_old
         return [(key, held) for key, held in self if held.touched_at <= touched_before]
 
-    def __iter__(self) -> Iterator[tuple[str, Held]]:
+    def __iter__(self) -> Iterator[tuple[str, StoredRecord]]:
         self.expire()
         return iter([(key, held) for key, records in self._keys.items() for held in records.held.values()])

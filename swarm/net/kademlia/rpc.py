@@ -19,12 +19,12 @@ from kademlia.node import Node
 from kademlia.protocol import KademliaProtocol
 
 from swarm.net.kademlia import wire
-from swarm.net.kademlia.datagram_socket import DatagramSocket, plain_address
 from swarm.net.kademlia.answers import LONG_ANSWERS, NUM_ARGUMENTS, Answers
 from swarm.net.kademlia.calls import Call, Reply, ReplyFuture, RpcTiming
-from swarm.net.kademlia.routing import Contact, LiveRoutingTable
+from swarm.net.kademlia.datagram_socket import DatagramSocket, plain_address
 from swarm.net.kademlia.known_addresses import PROOF_BYTES, AddressTokens, KnownAddresses, is_proven, prove
 from swarm.net.kademlia.record_storage import RecordStorage
+from swarm.net.kademlia.routing import Contact, LiveRoutingTable
 from swarm.wire.records import SignedRecord
 
 #: Senders that are being asked whether they are who they say; more wait for their next request.
@@ -32,7 +32,7 @@ _MAX_PROBES = 256
 #: Failed requests whose answers are still recognised.
 _MAX_OVERDUE = 1024
 #: A request fails at the earliest after so many times what a lost datagram is detected after: all may be slow.
-_PATIENCE = 3
+_TIMEOUT = 3
 #: Once for a token, once for a proof.
 _MAX_RENEWALS = 2
 
@@ -159,7 +159,7 @@ class RecordProtocol(KademliaProtocol):
                 self.router.suspect(call.node)
         call.sent_at.append(now)
         lost_after_s = self.lost_after_s(call.node)
-        fails_at = max(now, call.started_at + max(self._timing.timeout_s, _PATIENCE * lost_after_s))
+        fails_at = max(now, call.started_at + max(self._timing.timeout_s, _TIMEOUT * lost_after_s))
         again_at = now + lost_after_s * 2**attempt
         if attempt + 1 >= call.max_transmissions or again_at >= fails_at:
             self._arm(call, fails_at, self._timeout, call_id)

@@ -24,11 +24,11 @@ from kademlia.utils import digest
 
 from swarm.base.ids import Address, peer_id_of
 from swarm.net.kademlia import wire
-from swarm.net.kademlia.calls import RpcTiming, Stranger
+from swarm.net.kademlia.calls import RpcTiming, UnknownNode
 from swarm.net.kademlia.lookups import Lookups
+from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier
 from swarm.net.kademlia.routing import Contact
 from swarm.net.kademlia.rpc import RecordProtocol
-from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier
 from swarm.wire.records import MAX_TTL_S, PeerRecord, SignedRecord
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class RecordServer(Server):
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ValueError):
             ip = str(ipaddress.ip_address(address.host))
-            return [Stranger(ip, address.port)] if self.protocol.socket.reaches(ip) else []
+            return [UnknownNode(ip, address.port)] if self.protocol.socket.reaches(ip) else []
         try:
             async with asyncio.timeout(2 * self._timing.rpc.timeout_s):
                 found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)
@@ -183,7 +183,7 @@ class RecordServer(Server):
             self._counters["unresolved_hosts"] += 1
             return []
         ips = {str(info[4][0]).partition("%")[0]: None for info in found}
-        return [Stranger(ip, address.port) for ip in ips if self.protocol.socket.reaches(ip)]
+        return [UnknownNode(ip, address.port) for ip in ips if self.protocol.socket.reaches(ip)]
 
     # Records
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import umsgpack
 from kademlia.node import Node
 
-from swarm.net.kademlia.routing import NODE_ID_BYTES
 from swarm.net.kademlia.known_addresses import PROOF_BYTES, TOKEN_BYTES
+from swarm.net.kademlia.routing import NODE_ID_BYTES
 from swarm.wire.records import MAX_KEY_BYTES, MAX_RECORD_BYTES, MAX_TTL_S, SignedRecord
 
 #: No datagram reaches this size, whatever the reply.

@@ -1,7 +1,7 @@
-"""The coordinator: ends steps and decides records. Any backbone or trainer can be it; `seat` decides who is.
+"""The coordinator: ends steps and decides records. Any backbone or trainer can be it; `election` decides who is.
 
-Its parts: `reign` (what they share), `leasing` (tickets to trainers), `stage_leads` (ledgers and averages from stages),
-`listing` (who the next record lists), `lineage` (which head the run goes on from). It holds nothing that members could not
+Its parts: `leadership` (what they share), `leasing` (tickets to trainers), `stage_leads` (ledgers and averages from stages),
+`next_members` (who the next record lists), `lineage` (which head the run goes on from). It holds nothing that members could not
 tell a successor; the decision itself is pure: `lifecycle/record.py`.
 """
 
@@ -19,13 +19,13 @@ from swarm.lifecycle.coverage import Coverage, coverage_of
 from swarm.lifecycle.order import changed, fault_of, is_stopped
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
+from swarm.peer.coordinator.leadership import Demoted, Key, Leadership, Rivalry, Rosters
 from swarm.peer.coordinator.leasing import Leasing
 from swarm.peer.coordinator.lineage import NUM_ASKED_AT_START, Lineage
-from swarm.peer.link import Link, Refuse, Tasks
-from swarm.peer.coordinator.next_members import Listing
+from swarm.peer.coordinator.next_members import NextMembers
 from swarm.peer.coordinator.rebalancing import Rebalancing
-from swarm.peer.coordinator.leadership import Demoted, Key, Reign, Rivalry, Rosters
 from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
+from swarm.peer.link import Link, Refuse, Tasks
 from swarm.policy.schedule import learning_rate
 from swarm.wire import messages as m
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """One reign: from election with `ballot` until the run is finished or a higher ballot appears.
+    """One leadership: from election with `ballot` until the run is finished or a higher ballot appears.
 
     Args:
         link: asks and is asked.
@@ -41,41 +41,41 @@ class Coordinator:
         ballot: that it was elected with.
         rosters: finds announced peers.
         record: the newest that the members know; None before the run has begun.
-        term_n: highest number of a term that they have seen.
+        term_n: highest number of a attempt that they have seen.
     """
 
     def __init__(
-        self, link: Link, tasks: Tasks, ballot: Ballot, rosters: Rosters, *, record: m.CommitRecord | None, term_n: int
+        self, link: Link, tasks: Tasks, ballot: Ballot, rosters: Rosters, *, record: m.CommitRecord | None, attempt_n: int
     ) -> None:
         self._tasks = tasks
-        self._reign = Reign(link, ballot, rosters)
+        self._leadership = Leadership(link, ballot, rosters)
         self._config = link.context.config
         self._timing = self._config.timing
-        self.leasing = Leasing(self._reign)
-        self.rebalancing = Rebalancing(self._reign)
-        self._leads = StageLeads(self._reign, term_n, self.rebalancing.hear)
-        self._lineage = Lineage(self._reign)
-        self.listing = Listing(self._reign, self._leads, tasks)
+        self.leasing = Leasing(self._leadership)
+        self.rebalancing = Rebalancing(self._leadership)
+        self._leads = StageLeads(self._leadership, attempt_n, self.rebalancing.hear)
+        self._lineage = Lineage(self._leadership)
+        self.next_members = NextMembers(self._leadership, self._leads, tasks)
         self._checked = 0.0
         #: Since when nobody of some stage holds the newest head.
-        self._bare_since = math.inf
+        self._without_state_since = math.inf
         #: Stages of which no member keeps checkpoints, as they were told last.
         self._unsaved: list[int] = []
         self._order = record.order if record is not None else m.Order()
         if record is not None:
-            self._reign.take(record)
+            self._leadership.take(record)
 
     @property
     def ballot(self) -> Ballot:
-        return self._reign.ballot
+        return self._leadership.ballot
 
     @property
     def record(self) -> m.CommitRecord | None:
-        return self._reign.record
+        return self._leadership.record
 
     @property
     def waiting_for(self) -> str:
-        return self._reign.waiting_for
+        return self._leadership.waiting_for
 
     @property
     def trainers(self) -> dict[Key, float]:
@@ -87,9 +87,9 @@ class Coordinator:
         return self.record is not None and not self.leasing.finished
 
     async def demote(self, reason: str) -> None:
-        """End the reign: whoever waits in it learns of it now."""
-        self._reign.demote(reason)
-        await self._reign.notify()
+        """End the leadership: whoever waits in it learns of it now."""
+        self._leadership.demote(reason)
+        await self._leadership.notify()
 
     async def doubt(self) -> None:
         """A candidate that nobody could tell of a record goes on looking for one, until it has written the first."""
@@ -103,9 +103,9 @@ class Coordinator:
                 return
 
     async def retire(self) -> None:
-        """End the steps that tickets were leased of, and then the reign: the next coordinator finds nothing under way."""
+        """End the steps that tickets were leased of, and then the leadership: the next coordinator finds nothing under way."""
         self.leasing.close()
-        await self._reign.notify()
+        await self._leadership.notify()
 
     async def on_operate(self, message: m.Operate, remote: str) -> m.Operated:
         """An operator's word. Only who can run programs on this machine is one: the connection comes from here.
@@ -113,7 +113,7 @@ class Coordinator:
         Raises:
             Refuse: it comes from elsewhere, or asks for what cannot be.
         """
-        here = self._reign.context.advertise_host
+        here = self._leadership.context.advertise_host
         if remote != here and remote != "::1" and not remote.startswith("127."):
             raise Refuse("not_member", f"the run is operated from the machine of its coordinator, {here}, not from {remote}")
         num_commits = self.record.step + 1 if self.record is not None else 0
@@ -123,7 +123,7 @@ class Coordinator:
         self._order, text = changed(self._order, message, num_commits, is_paused=self._is_paused)
         logger.warning("operator: %s: %s", message.action, text)
         self.leasing.paused, self.leasing.finished = self._is_paused, self._is_stopped
-        await self._reign.notify()
+        await self._leadership.notify()
         return m.Operated(step=num_commits, text=text)
 
     @property
@@ -142,22 +142,22 @@ class Coordinator:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
         own_reason = ""
         if message.leaving:
-            self.listing.leave(message.stage, message.member)
+            self.next_members.leave(message.stage, message.member)
             self.leasing.lost(message.lost)
         else:
-            own_reason = self.listing.join(message.stage, message.member, message.head)
-        await self._reign.notify()
+            own_reason = self.next_members.join(message.stage, message.member, message.version_id)
+        await self._leadership.notify()
         return m.Joining(waiting_for=(own_reason or self.waiting_for)[:2000])
 
     def on_place(self, message: m.Place) -> m.Placed:
         """A newcomer asks which stage it should serve; whoever asks next finds it there."""
         listed = self.record.members if self.record is not None else ((),) * self._config.num_stages
-        return self.rebalancing.place(message, listed, self.listing.coming)
+        return self.rebalancing.place(message, listed, self.next_members.coming)
 
-    # ------------------------------------------------------------------------------------------------ the reign
+    # ------------------------------------------------------------------------------------------------ the leadership
 
     async def run(self, prepared: dict[int, m.StageResult]) -> None:
-        """Reign, also once the run is finished: the reign ends by an exception only.
+        """Reign, also once the run is finished: the leadership ends by an exception only.
 
         Args:
             prepared: for each stage the prepared attempt of the next step that a live member holds; if every stage has
@@ -166,29 +166,29 @@ class Coordinator:
         Raises:
             Demoted: a higher ballot was accepted somewhere, or another lineage goes on.
         """
-        if self._reign.record is None:
+        if self._leadership.record is None:
             await self._begin()
         if len(prepared) == self._config.num_stages:
-            logger.info("step %d: deciding on the prepared attempts found", self._reign.newest.step + 1)
+            logger.info("step %d: deciding on the prepared attempts found", self._leadership.newest.step + 1)
             await self._commit([prepared[stage] for stage in range(self._config.num_stages)], reopened=0)
         self.leasing.paused = self._is_paused
         self.leasing.open_pools()
         await self._or_set_back(self._recover())
         told = False
         while True:
-            step = self._reign.newest.step + 1
+            step = self._leadership.newest.step + 1
             is_over = step == self._config.total_steps
             self.leasing.finished = is_over or self._is_stopped
             if is_over:
-                self._reign.waiting_for = "nothing: the run is finished"
+                self._leadership.waiting_for = "nothing: the run is finished"
                 if not told:
                     logger.info("the run is done: its %d steps have committed", self._config.total_steps)
-                    await self._reign.notify()
+                    await self._leadership.notify()
                 told = True
                 await self._or_set_back(self._watch_over_the_end())
             elif self._is_stopped:
-                self._reign.waiting_for = f"an operator: the run was stopped after step {step}"
-                await self._reign.wait(self._timing.record_ttl_s)
+                self._leadership.waiting_for = f"an operator: the run was stopped after step {step}"
+                await self._leadership.wait(self._timing.record_ttl_s)
             else:
                 await self._or_set_back(self._end_step(step))
 
@@ -199,34 +199,34 @@ class Coordinator:
             StageLost: those who should do not.
         """
         await asyncio.sleep(self._timing.coordinator_s)
-        self._look_for_bare_stages()
+        self._look_for_stages_without_state()
 
     async def survey(self) -> None:
-        """For the whole reign, also once the run is finished: who was cut off meanwhile still waits for its last record."""
-        await self._lineage.survey_loop(lambda: self.listing.joining)
+        """For the whole leadership, also once the run is finished: who was cut off meanwhile still waits for its last record."""
+        await self._lineage.survey_loop(lambda: self.next_members.joining)
 
     async def _begin(self) -> None:
         """Wait until every stage has enough peers and nobody new has come for a while, then write the first record."""
-        config, reign = self._config, self._reign
+        config, leadership = self._config, self._leadership
         ready_since: float | None = None
         while True:
-            peers = self.listing.gathered()
+            peers = self.next_members.gathered()
             short = [k for k, xs in enumerate(peers) if len(xs) < config.min_peers_per_stage]
-            quiet = self.listing.quiet_s
+            quiet = self.next_members.quiet_s
             if short or quiet < self._timing.genesis_quiet_s:
-                reign.waiting_for = f"peers of stages {short}" if short else "more peers"
-                await reign.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
+                leadership.waiting_for = f"peers of stages {short}" if short else "more peers"
+                await leadership.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
                 continue
-            ready_since = reign.now if ready_since is None else ready_since
-            record, reason = await self._lineage.starting_record(peers, era=0, waited_s=reign.now - ready_since)
+            ready_since = leadership.now if ready_since is None else ready_since
+            record, reason = await self._lineage.starting_record(peers, era=0, waited_s=leadership.now - ready_since)
             if record is not None:
                 await self._lineage.require_not_begun(NUM_ASKED_AT_START)
                 break
-            if reign.waiting_for != reason:
+            if leadership.waiting_for != reason:
                 logger.warning("waiting for %s", reason)
-            reign.waiting_for = reason
-            await reign.wait(self._timing.request_s / 2)
-        self.listing.began(record)
+            leadership.waiting_for = reason
+            await leadership.wait(self._timing.request_s / 2)
+        self.next_members.began(record)
         await self._publish(record, ())
 
     async def _recover(self) -> None:
@@ -240,7 +240,7 @@ class Coordinator:
                         pool.done(index)
             finally:
                 self.leasing.recovering = False
-        await self._reign.notify()
+        await self._leadership.notify()
 
     async def _or_set_back(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work` with the stages; what they lost or what a rival holds is settled, and the run goes on from there."""
@@ -256,8 +256,8 @@ class Coordinator:
     async def _set_back(self) -> None:
         record = await self._lineage.set_back()
         self.leasing.pools.clear()
-        self._reign.lost.clear()
-        await self._publish(record, (x for xs in self._reign.newest.members for x in xs))
+        self._leadership.lost.clear()
+        await self._publish(record, (x for xs in self._leadership.newest.members for x in xs))
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -266,15 +266,15 @@ class Coordinator:
 
         None of it where an operator stops the run while it is paused before `step`.
         """
-        reign, pool = self._reign, self._pool(step)
+        leadership, pool = self._leadership, self._pool(step)
         all_tickets = set(range(self._config.tickets_per_step))
         reopened = 0
         while True:
             await self._collect_tickets(step)
             if self._is_stopped:
                 return
-            complete_at = reign.now
-            reign.waiting_for = f"seals of step {step}"
+            complete_at = leadership.now
+            leadership.waiting_for = f"seals of step {step}"
             gathered = await self._leads.gather_all(step, freeze=True)
             coverages = [coverage_of(seals) for seals in gathered]
             missing = all_tickets - _covered_by_all(coverages)
@@ -284,27 +284,27 @@ class Coordinator:
                 for coverage in coverages:
                     for index, peers in coverage.unconfirmed.items():
                         pool.avoid[index] = pool.avoid.get(index, frozenset()) | peers
-                struck = frozenset(x.peer for x in self._leads.struck())
+                excluded = frozenset(x.peer for x in self._leads.excluded())
                 for index in missing:
-                    pool.avoid[index] = pool.avoid.get(index, frozenset()) | struck
+                    pool.avoid[index] = pool.avoid.get(index, frozenset()) | excluded
                 await self._leads.gather_all(step, freeze=False)
                 pool.free(missing)
-                await reign.notify()
+                await leadership.notify()
                 continue
             for peer in sorted({peer for coverage in coverages for peer in coverage.blamed}):
                 logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
-            reign.waiting_for = f"averages of step {step}"
-            sealed_at = reign.now
+            leadership.waiting_for = f"averages of step {step}"
+            sealed_at = leadership.now
             results = await self._leads.average_all(step, gathered)
             if results is None or not self._enough(results):
                 reopened += 1
-                await reign.wait(0.05)
+                await leadership.wait(0.05)
                 continue
-            averaged_at = reign.now
+            averaged_at = leadership.now
             await self._commit(results, reopened=reopened)
             logger.debug(
                 "step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s", step, sealed_at - complete_at,
-                averaged_at - sealed_at, reign.now - averaged_at,
+                averaged_at - sealed_at, leadership.now - averaged_at,
             )  # fmt: skip
             return
 
@@ -320,33 +320,33 @@ class Coordinator:
 
     async def _collect_tickets(self, step: int) -> None:
         """Until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire meanwhile."""
-        reign, leasing = self._reign, self.leasing
+        leadership, leasing = self._leadership, self.leasing
         while not self._is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
-            reign.waiting_for = "an operator: the run is paused" if leasing.paused else f"tickets of step {step}"
-            late = pool.expire(reign.now)
+            leadership.waiting_for = "an operator: the run is paused" if leasing.paused else f"tickets of step {step}"
+            late = pool.expire(leadership.now)
             if late:
                 logger.info("step %d: leases of tickets %s expired", step, late)
-                await reign.notify()
-            if reign.now - self._checked > (1.0 if leasing.in_doubt else self._timing.coordinator_s):
-                leasing.in_doubt = False
+                await leadership.notify()
+            if leadership.now - self._checked > (1.0 if leasing.is_uncertain else self._timing.coordinator_s):
+                leasing.is_uncertain = False
                 await self._leads.check(step, None if leasing.paused else (pool.num_done, pool.num_free))
-                self._look_for_bare_stages()
-                self._checked = reign.now
-            await reign.wait(self._timing.lease_s / 8)
+                self._look_for_stages_without_state()
+                self._checked = leadership.now
+            await leadership.wait(self._timing.lease_s / 8)
 
-    def _look_for_bare_stages(self) -> None:
+    def _look_for_stages_without_state(self) -> None:
         """Members that live and are listed as ready, but have the state of another head, would never serve the tickets.
 
         Raises:
             StageLost: a stage has had none but such for `stage_lost_s`.
         """
-        now, lost_s = self._reign.now, self._timing.stage_lost_s
-        bare = self.listing.bare_stages()
-        self._bare_since = min(self._bare_since, now) if bare else math.inf
-        if now - self._bare_since > lost_s:
-            self._bare_since = math.inf
+        now, lost_s = self._leadership.now, self._timing.stage_lost_s
+        bare = self.next_members.stages_without_state()
+        self._without_state_since = min(self._without_state_since, now) if bare else math.inf
+        if now - self._without_state_since > lost_s:
+            self._without_state_since = math.inf
             raise StageLost(
-                f"no member of stages {bare} has held the state of step {self._reign.newest.step + 1} for {lost_s:g} s"
+                f"no member of stages {bare} has held the state of step {self._leadership.newest.step + 1} for {lost_s:g} s"
             )
 
     def _enough(self, results: list[m.StageResult]) -> bool:
@@ -360,7 +360,7 @@ class Coordinator:
             members = self._leads.members(stage)
             need = max(self._config.min_peers_per_stage, len(members) // 2 + 1)
             if len(result.holders) < need:
-                self._reign.waiting_for = f"{need} peers of stage {stage} ({len(result.holders)} are here)"
+                self._leadership.waiting_for = f"{need} peers of stage {stage} ({len(result.holders)} are here)"
                 self._leads.forgive(stage)
                 return False
         return True
@@ -368,21 +368,21 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ decision
 
     async def _commit(self, results: list[m.StageResult], *, reopened: int) -> None:
-        step = self._reign.newest.step + 1
-        members = self.listing.next_members(results)
+        step = self._leadership.newest.step + 1
+        members = self.next_members.next_members(results)
         moves: tuple[m.Move, ...] = ()
         if step + 1 < self._config.total_steps:
-            moves = self.rebalancing.decide(members, set(self.listing.leaving))
+            moves = self.rebalancing.decide(members, set(self.next_members.leaving))
         moving = {move.member.key for move in moves}  # listed last, so that they lead no step from here on
         record = decide(
-            self._config, self._reign.newest, results, ballot=self.ballot,
+            self._config, self._leadership.newest, results, ballot=self.ballot,
             members=tuple(tuple(sorted(xs, key=lambda x: x.key in moving)) for xs in members),
             learning_rate=learning_rate(self._config, step), reopened=reopened, moves=moves,
         )  # fmt: skip
         self._tell_of_unsaved(record)
-        self.listing.committed(record)
+        self.next_members.committed(record)
         self.leasing.commit_evaluates(step)
-        await self._publish(record, self._leads.struck())
+        await self._publish(record, self._leads.excluded())
 
     def _tell_of_unsaved(self, record: m.CommitRecord) -> None:
         """Where no member of a stage keeps checkpoints, those of the others are of no use; said once, until it is others."""
@@ -400,11 +400,11 @@ class Coordinator:
 
         Invariant: the record is complete before anyone hears of it, and never changes afterwards.
         """
-        reign = self._reign
+        leadership = self._leadership
         record = record.model_copy(update={"order": self._order})
-        previous = reign.record.members if reign.record is not None else ()
+        previous = leadership.record.members if leadership.record is not None else ()
         extra = {x.key: x for xs in previous for x in xs} | {x.key: x for x in others}
-        reign.take(record)
+        leadership.take(record)
         self._leads.begin_step()
         self.leasing.paused = self._is_paused
         self.leasing.open_pools()
@@ -413,7 +413,7 @@ class Coordinator:
 
         async def tell(stage: int | None, member: m.Member) -> None:
             try:
-                await reign.link.ask(member, m.Commit(record=record), m.Ack)
+                await leadership.link.ask(member, m.Commit(record=record), m.Ack)
             except (LinkError, RemoteError) as error:
                 logger.debug("record %d not taken by %s: %s", record.step, member.peer[:8], error)
                 return
@@ -433,7 +433,7 @@ class Coordinator:
                 await told.wait()
         except TimeoutError:
             logger.warning("record of step %d: only stages %s took it so far", record.step, sorted(heard))
-        await reign.notify()
+        await leadership.notify()
 
 
 def _covered_by_all(coverages: list[Coverage]) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
 
 Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members. While a
-stage has nobody, one candidate waits in the seat (`vigil.py`) instead of all out-bidding each other.
+stage has nobody, one candidate waits in the coordinator's place (`vigil.py`) instead of all out-bidding each other.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator.coordinator import Coordinator
-from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.peer.coordinator.leadership import Demoted, Key
 from swarm.peer.coordinator.vigil import STATE, BackOff, Vigil, found, in_words
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -26,7 +26,7 @@ from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
 logger = logging.getLogger(__name__)
 
 
-class Seat:
+class Election:
     """One candidate. `rank` delays its candidacy: backbones (0) stand before trainers (1)."""
 
     def __init__(self, link: Link, tasks: Tasks, *, rank: int) -> None:
@@ -43,7 +43,7 @@ class Seat:
         self._pause = BackOff()
         #: No candidacy before this time of the loop.
         self._stand_at = 0.0
-        #: Times in a row that all stages were there for this peer, while another waits in the seat for one.
+        #: Times in a row that all stages were there for this peer, while another waits in the coordinator's place for one.
         self._better = 0
         #: Who was there when an election failed all the same.
         self._met: set[Key] = set()
@@ -62,17 +62,17 @@ class Seat:
 
     @property
     def ballot(self) -> int:
-        """Counter of the ballot with which this peer coordinates or waits in the seat; -1 if it does neither."""
+        """Counter of the ballot with which this peer coordinates or waits in the coordinator's place; -1 if it does neither."""
         holder = self.coordinator or self.vigil
         return -1 if holder is None else holder.ballot.counter
 
     @property
     def waiting_for(self) -> str:
-        """What the run waits for, if this peer coordinates or waits in the seat."""
+        """What the run waits for, if this peer coordinates or waits in the coordinator's place."""
         holder = self.coordinator or self.vigil
         return "" if holder is None else holder.waiting_for
 
-    def _reigning(self) -> Coordinator:
+    def _leading(self) -> Coordinator:
         if self.coordinator is None:
             waits = f": the run waits for {self.vigil.waiting_for}" if self.vigil is not None else ""
             raise Refuse("unknown", f"this peer is not the coordinator{waits}")
@@ -81,20 +81,20 @@ class Seat:
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
         if self.vigil is not None:
             return await self.vigil.on_lease(message)
-        return await self._reigning().leasing.on_lease(message)
+        return await self._leading().leasing.on_lease(message)
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
         if self.vigil is not None and not message.leaving:
             return self.vigil.on_join()
-        return await self._reigning().on_join(message)
+        return await self._leading().on_join(message)
 
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
         if self.vigil is not None:
             return self.vigil.on_place()
-        return self._reigning().on_place(message)
+        return self._leading().on_place(message)
 
     async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
-        return await self._reigning().on_operate(message, progress.remote)
+        return await self._leading().on_operate(message, progress.remote)
 
     async def _on_elect(self, message: m.Elect, frame: Frame, progress: Progress) -> m.Elected:
         raise Refuse("wrong_stage", "this peer serves no stage")
@@ -161,7 +161,7 @@ class Seat:
         await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
     async def _find(self, *, above: Ballot | None = None) -> bool:
-        """Is there a live coordinator, or one who waits in the seat? The last known is asked first, then those in the DHT.
+        """Is there a live coordinator, or one who waits in the coordinator's place? The last known is asked first, then those in the DHT.
 
         With `above` only one of a higher ballot counts.
         """
@@ -185,9 +185,9 @@ class Seat:
         return False
 
     async def _is_better_placed(self) -> bool:
-        """Another candidate waits in the seat for a stage, and this one has seen all stages for some time: it may be cut off."""
+        """Another candidate waits in the coordinator's place for a stage, and this one has seen all stages for some time: it may be cut off."""
         if self.heard is None or self.heard.state != STATE:
-            self._better, self._stand_at = 0, 0.0  # somebody reigns: what kept this peer from it is over
+            self._better, self._stand_at = 0, 0.0  # somebody leads: what kept this peer from it is over
             self._pause.forget()
             return False
         there = await found(self._link, self._live_rosters, range(self.context.config.num_stages))
@@ -195,7 +195,7 @@ class Seat:
         return self._better > 3
 
     async def _keep_vigil(self, ballot: Ballot, missing: list[int]) -> bool:
-        """Wait in the seat until `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
+        """Wait in the coordinator's place until `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
         loop = asyncio.get_running_loop()
         self._warn(f"not elected: the run waits for {in_words(missing)}")
         self._back_off(str(missing))
@@ -222,7 +222,7 @@ class Seat:
                 self._know(None)
 
     async def _stand(self) -> None:
-        """One candidacy, and the reign that follows if it is elected: a reign ends by an exception only."""
+        """One candidacy, and the leadership that follows if it is elected: a leadership ends by an exception only."""
         while True:
             ballot = Ballot(self._highest + 1, self.context.peer)
             self._highest += 1
@@ -241,11 +241,11 @@ class Seat:
         self._pause.forget()
         coordinator = Coordinator(
             self._link, self._tasks, ballot, self._live_rosters, record=record,
-            term_n=max((r.term.n for r in replies), default=0),
+            attempt_n=max((r.attempt.n for r in replies), default=0),
         )  # fmt: skip
         prepared: dict[int, m.StageResult] = {}
         if record is not None:
-            for reply in [r for r in replies if r.record is not None and r.record.head == record.head]:
+            for reply in [r for r in replies if r.record is not None and r.record.version_id == record.version_id]:
                 for step, result in reply.prepared:
                     known = prepared.get(reply.stage)
                     if step == record.step + 1 and (known is None or result.attempt.order > known.attempt.order):

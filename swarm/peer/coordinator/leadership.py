@@ -1,6 +1,6 @@
-"""What all parts of a coordinator share: its ballot, the newest record, and whether its reign still stands.
+"""What all parts of a coordinator share: its ballot, the newest record, and whether its leadership still stands.
 
-A reign ends by `Demoted`; it is in doubt by `Rivalry`. Owns the condition that waiting parts watch; decides nothing.
+A leadership ends by `Demoted`; it is in doubt by `Rivalry`. Owns the condition that waiting parts watch; decides nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Ballot
+from swarm.peer.checkpoint_record import LastCheckpointRecord
 from swarm.peer.link import Link, RefusedBy
-from swarm.peer.checkpoint_record import Milestone
 from swarm.wire import messages as m
 
 #: Records kept for trainers that lag.
@@ -34,8 +34,8 @@ class Rivalry(SwarmError):
         self.record = record
 
 
-class Reign:
-    """One coordinator's term of office."""
+class Leadership:
+    """One coordinator's attempt of office."""
 
     def __init__(self, link: Link, ballot: Ballot, rosters: Rosters) -> None:
         self.link = link
@@ -45,7 +45,7 @@ class Reign:
         self.ballot = ballot
         self.rosters = rosters
         self.record: m.CommitRecord | None = None
-        self.milestone = Milestone(link.context)
+        self.checkpoint_record = LastCheckpointRecord(link.context)
         self.records: list[m.CommitRecord] = []
         self.rival: m.CommitRecord | None = None
         #: Stages that have no live member now; while there are any this lineage is not pushed on others.
@@ -68,7 +68,7 @@ class Reign:
     def take(self, record: m.CommitRecord) -> None:
         """`record` is the newest from here on."""
         self.record = record
-        self.milestone.note(record)
+        self.checkpoint_record.note(record)
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
 
@@ -96,15 +96,15 @@ class Reign:
     def check(self) -> None:
         """
         Raises:
-            Demoted, Rivalry: this reign is over, or in doubt.
+            Demoted, Rivalry: this leadership is over, or in doubt.
         """
         if self._demoted is not None:
             raise self._demoted
         if self.rival is not None:
             raise Rivalry(self.rival)
 
-    def heed(self, refused: RefusedBy) -> None:
-        """A refusal may say that another coordinator reigns, or that a record exists which this one lacks.
+    def raise_if_newer(self, refused: RefusedBy) -> None:
+        """A refusal may say that another coordinator leads, or that a record exists which this one lacks.
 
         Raises:
             Demoted, Rivalry: it does.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.lifecycle.record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
+from swarm.peer.coordinator.leadership import Demoted, Key, Leadership
 from swarm.peer.link import RefusedBy, together
-from swarm.peer.coordinator.leadership import Demoted, Key, Reign
 from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
 from swarm.wire import messages as m
 
@@ -30,7 +30,7 @@ _HOLDS_NOTHING = {"wrong_run", "wrong_stage"}
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Holdings:
     """What peers could go on from."""
 
     #: By head.
@@ -47,8 +47,8 @@ class _Held:
     saved: int
 
 
-def _has(head: str, holdings: list[Holding]) -> bool:
-    return any(holding.head == head for holding in holdings)
+def _has(version_id: str, holdings: list[Holding]) -> bool:
+    return any(holding.version_id == version_id for holding in holdings)
 
 
 def _names(keys: Iterable[Key]) -> str:
@@ -58,8 +58,8 @@ def _names(keys: Iterable[Key]) -> str:
 class Lineage:
     """One coordinator's view of the run's history and of others'."""
 
-    def __init__(self, reign: Reign) -> None:
-        self._reign = reign
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
         #: Since when each peer that may hold something has not said what.
         self._silent_since: dict[Key, float] = {}
 
@@ -81,7 +81,7 @@ class Lineage:
         best, reason = newest_complete(stages)
         if obstacle := self._obstacle(peers, held, best, waited_s):
             return None, obstacle
-        ready = held.initialised if best is None else {key for xs in stages for key, h in xs.items() if _has(best.head, h)}
+        ready = held.initialised if best is None else {key for xs in stages for key, h in xs.items() if _has(best.version_id, h)}
         members = tuple(
             tuple(sorted((x.model_copy(update={"ready": x.key in ready}) for x in xs), key=lambda x: not x.ready))
             for xs in peers
@@ -91,22 +91,22 @@ class Lineage:
         if best is None:
             if held.known:
                 logger.error("beginning again from the initial values: %s", reason)
-            genesis = genesis_record(self._reign.config, self._reign.context.run, self._reign.ballot, members)
-            return genesis if not era else restoring_record(genesis, era=era, ballot=self._reign.ballot, members=members), ""
-        known = [*held.known.values(), *([] if self._reign.record is None else [self._reign.record])]
+            genesis = genesis_record(self._leadership.config, self._leadership.context.run, self._leadership.ballot, members)
+            return genesis if not era else restoring_record(genesis, era=era, ballot=self._leadership.ballot, members=members), ""
+        known = [*held.known.values(), *([] if self._leadership.record is None else [self._leadership.record])]
         newest = max(known, key=lambda r: (r.era, r.step))
-        if newest.head == best.head:
+        if newest.version_id == best.version_id:
             logger.info("going on: %s", reason)
         else:
             logger.warning("going on from an earlier head than that of step %d: %s", newest.step + 1, reason)
-        record = held.records[best.head]
-        if is_checkpoint_due(self._reign.config, record):
+        record = held.records[best.version_id]
+        if is_checkpoint_due(self._leadership.config, record):
             record = record.model_copy(update={"saved": record.step + 1})
-        return restoring_record(record, era=max(era, best.era + 1), ballot=self._reign.ballot, members=members), ""
+        return restoring_record(record, era=max(era, best.era + 1), ballot=self._leadership.ballot, members=members), ""
 
-    async def _held(self, peers: list[list[m.Member]]) -> _Held:
+    async def _held(self, peers: list[list[m.Member]]) -> _Holdings:
         records: dict[str, m.CommitRecord] = {}
-        milestone = self._reign.milestone
+        checkpoint_record = self._leadership.checkpoint_record
         stages: list[dict[Key, list[Holding]]] = []
         initialised: set[Key] = set()
         damaged: list[str] = []
@@ -116,32 +116,32 @@ class Lineage:
             stages.append({})
             for member, answer in zip(candidates, answers, strict=True):
                 if answer is None:
-                    if member.keeps_checkpoints or self._reign.record is not None:
+                    if member.keeps_checkpoints or self._leadership.record is not None:
                         silent.append(member.key)
                     continue
-                sound = [r for r in answer.records if r.run == self._reign.context.run and not fault_of(self._reign.config, r)]
-                records |= {r.head: r for r in sound}
-                stages[-1][member.key] = [Holding(r.head, r.era, r.step) for r in sound]
-                if answer.milestone is not None:
-                    milestone.hear(answer.milestone)
+                sound = [r for r in answer.records if r.run == self._leadership.context.run and not fault_of(self._leadership.config, r)]
+                records |= {r.version_id: r for r in sound}
+                stages[-1][member.key] = [Holding(r.version_id, r.era, r.step) for r in sound]
+                if answer.checkpoint_record is not None:
+                    checkpoint_record.hear(answer.checkpoint_record)
                 if answer.initial:
                     initialised.add(member.key)
                 if answer.damaged:
                     damaged.append(f"of stage {stage} at peer {member.peer[:8]}")
-        self._silent_since = {key: self._silent_since.get(key, self._reign.now) for key in silent}
-        told = [] if milestone.record is None else [milestone.record]
-        known = {r.head: r for r in told} | records
+        self._silent_since = {key: self._silent_since.get(key, self._leadership.now) for key in silent}
+        told = [] if checkpoint_record.record is None else [checkpoint_record.record]
+        known = {r.version_id: r for r in told} | records
         saved = max((r.saved for r in [*told, *records.values()]), default=0)
-        return _Held(records, known, stages, initialised, damaged, saved)
+        return _Holdings(records, known, stages, initialised, damaged, saved)
 
-    def _obstacle(self, peers: list[list[m.Member]], held: _Held, best: Holding | None, waited_s: float) -> str:
+    def _obstacle(self, peers: list[list[m.Member]], held: _Holdings, best: Holding | None, waited_s: float) -> str:
         """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
 
         Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer head from their disks: for as
         long if the run can go on from an older one, else without end. Nor does it begin again if records tell that every stage
         had a checkpoint of one step, or while a damaged one lies somewhere: its operator may have a copy.
         """
-        grace_s, now = self._reign.timing.stage_lost_s, self._reign.now
+        grace_s, now = self._leadership.timing.stage_lost_s, self._leadership.now
         if silent := [key for key, since in self._silent_since.items() if now - since <= grace_s]:
             return f"peers {_names(silent)} to say what they hold"
         if best is not None and waited_s > grace_s:
@@ -164,20 +164,20 @@ class Lineage:
         bare = [k for k, members in enumerate(peers) if held.initialised.isdisjoint(x.key for x in members)]
         return f"a peer of stages {bare} that has the initial weights (--model)" if bare else ""
 
-    def _absent_holders(self, held: _Held, best: Holding | None) -> str:
-        written = [r for r in held.known.values() if is_checkpoint_due(self._reign.config, r)]
+    def _absent_holders(self, held: _Holdings, best: Holding | None) -> str:
+        written = [r for r in held.known.values() if is_checkpoint_due(self._leadership.config, r)]
         newer = [r for r in written if best is None or (r.era, r.step) > (best.era, best.step)]
         newer.sort(key=lambda r: (r.era, r.step), reverse=True)
-        num_stages = range(self._reign.config.num_stages)
-        head, absent = worth_waiting_for(
-            [{key[0]: {h.head for h in found} for key, found in stage.items()} for stage in held.stages],
-            [r.head for r in newer],
-            {r.head: [[x.peer for x in checkpoint_writers(self._reign.config, r, k)] for k in num_stages] for r in newer},
+        num_stages = range(self._leadership.config.num_stages)
+        version_id, absent = worth_waiting_for(
+            [{key[0]: {h.version_id for h in found} for key, found in stage.items()} for stage in held.stages],
+            [r.version_id for r in newer],
+            {r.version_id: [[x.peer for x in checkpoint_writers(self._leadership.config, r, k)] for k in num_stages] for r in newer},
         )
-        if not head:
+        if not version_id:
             return ""
         names = ", ".join(peer[:8] for peer in absent)
-        step, wait_s = held.known[head].step + 1, self._reign.timing.stage_lost_s
+        step, wait_s = held.known[version_id].step + 1, self._leadership.timing.stage_lost_s
         if best is None:
             return f"peers {names}: with them the run goes on at step {step}; to begin again start all with empty directories"
         return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"
@@ -185,8 +185,8 @@ class Lineage:
     async def _holdings(self, stage: int, member: m.Member) -> m.Held | None:
         """What it holds; None if it does not say."""
         try:
-            request = m.Holdings(run=self._reign.context.run, stage=stage)
-            held, _ = await self._reign.link.ask(member, request, m.Held)
+            request = m.Holdings(run=self._leadership.context.run, stage=stage)
+            held, _ = await self._leadership.link.ask(member, request, m.Held)
             return held
         except RefusedBy as refused:
             return m.Held(member=member, initial=False) if refused.code in _HOLDS_NOTHING else None
@@ -198,12 +198,12 @@ class Lineage:
 
         async def live(stage: int, member: m.Member) -> m.Member | None:
             try:
-                reply, _ = await self._reign.link.ask(member, m.Status(), m.StatusReply)
+                reply, _ = await self._leadership.link.ask(member, m.Status(), m.StatusReply)
             except (LinkError, RemoteError):
                 return None
             return reply.member if reply.member.key == member.key and reply.stage == stage else None
 
-        rosters = await self._reign.rosters()
+        rosters = await self._leadership.rosters()
         answers = await together(*(together(*(live(k, x) for x in roster)) for k, roster in enumerate(rosters)))
         return [[x for x in stage if x is not None] for stage in answers]
 
@@ -213,25 +213,25 @@ class Lineage:
         Raises:
             Demoted, Rivalry: this coordinator has nothing to decide any more.
         """
-        reign, told, since = self._reign, "", self._reign.now
+        leadership, told, since = self._leadership, "", self._leadership.now
         while True:
             peers = await self._live_peers()
             empty = [k for k, xs in enumerate(peers) if not xs]
             if empty:
-                reason, since = f"a peer of stages {empty}: nobody serves them", reign.now
+                reason, since = f"a peer of stages {empty}: nobody serves them", leadership.now
             else:
-                record, reason = await self.starting_record(peers, era=reign.newest.era + 1, waited_s=reign.now - since)
+                record, reason = await self.starting_record(peers, era=leadership.newest.era + 1, waited_s=leadership.now - since)
                 if record is not None:
                     break
             if reason != told:
                 logger.error("waiting for %s", reason)
-            reign.waiting_for = told = reason
-            await reign.wait(reign.timing.request_s / 2)
-        num_discarded = self._reign.newest.step - record.step
+            leadership.waiting_for = told = reason
+            await leadership.wait(leadership.timing.request_s / 2)
+        num_discarded = self._leadership.newest.step - record.step
         if num_discarded > 0:
             logger.error(
                 "the run is set back from step %d to step %d: %d committed steps are discarded",
-                self._reign.newest.step + 1, record.step + 1, num_discarded,
+                self._leadership.newest.step + 1, record.step + 1, num_discarded,
             )  # fmt: skip
         else:
             logger.warning("the run goes on at step %d: nothing is lost", record.step + 1)
@@ -246,13 +246,13 @@ class Lineage:
         Raises:
             Demoted: the other one goes on.
         """
-        self._reign.rival = None
-        mine = self._reign.newest
+        self._leadership.rival = None
+        mine = self._leadership.newest
         missing = await self._without_holder(rival)
-        if not missing or self._reign.lost or await self._without_holder(mine):
+        if not missing or self._leadership.lost or await self._without_holder(mine):
             raise Demoted(f"the run goes on from a record of step {rival.step}")
         logger.error("the other lineage at step %d has nobody for stages %s: this one goes on", rival.step, missing)
-        return restoring_record(mine, era=rival.era + 1, ballot=self._reign.ballot, members=mine.members)
+        return restoring_record(mine, era=rival.era + 1, ballot=self._leadership.ballot, members=mine.members)
 
     async def _without_holder(self, record: m.CommitRecord) -> list[int]:
         """Stages of which no member that `record` lists takes it: each is told, since one may not have heard of it yet.
@@ -262,9 +262,9 @@ class Lineage:
 
         async def takes(member: m.Member) -> bool:
             try:
-                await self._reign.link.ask(member, m.Commit(record=record), m.Ack)
+                await self._leadership.link.ask(member, m.Commit(record=record), m.Ack)
             except RefusedBy as refused:
-                return refused.code == "ahead" and record is not self._reign.newest
+                return refused.code == "ahead" and record is not self._leadership.newest
             except (LinkError, RemoteError):
                 return False
             return True
@@ -280,7 +280,7 @@ class Lineage:
         Raises:
             Demoted: somebody has one.
         """
-        rosters, rng = await self._reign.rosters(), self._reign.context.rng
+        rosters, rng = await self._leadership.rosters(), self._leadership.context.rng
         announced = [x for roster in rosters for x in rng.sample(roster, min(len(roster), num_asked))]
         for record in await together(*(self._record_of(member) for member in announced)):
             if record is not None:
@@ -288,30 +288,30 @@ class Lineage:
 
     async def _record_of(self, member: m.Member) -> m.CommitRecord | None:
         try:
-            return (await self._reign.link.ask(member, m.Hello(), m.RunInfo))[0].record
+            return (await self._leadership.link.ask(member, m.Hello(), m.RunInfo))[0].record
         except (LinkError, RemoteError):
             return None
 
     async def survey_loop(self, joining: Callable[[], Container[Key]]) -> None:
         """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""
         while True:
-            await asyncio.sleep(self._reign.timing.coordinator_s)
-            record = self._reign.record
-            if record is None or self._reign.lost:
+            await asyncio.sleep(self._leadership.timing.coordinator_s)
+            record = self._leadership.record
+            if record is None or self._leadership.lost:
                 continue
             listed = {x.key for xs in record.members for x in xs}
-            announced = [x for roster in await self._reign.rosters() for x in roster]
+            announced = [x for roster in await self._leadership.rosters() for x in roster]
             strays = [x for x in announced if x.key not in listed and x.key not in joining()]
-            told = self._reign.context.rng.sample(strays, min(len(strays), MAX_TOLD))
+            told = self._leadership.context.rng.sample(strays, min(len(strays), MAX_TOLD))
             await together(*(self._tell_stray(member, record) for member in told))
 
     async def _tell_stray(self, member: m.Member, record: m.CommitRecord) -> None:
         try:
-            await self._reign.link.ask(member, m.Commit(record=record), m.Ack)
+            await self._leadership.link.ask(member, m.Commit(record=record), m.Ack)
         except RefusedBy as refused:
             theirs = refused.refusal.record
-            if theirs is not None and theirs.newer_than(self._reign.record):
-                self._reign.rival = theirs
-                await self._reign.notify()
+            if theirs is not None and theirs.newer_than(self._leadership.record):
+                self._leadership.rival = theirs
+                await self._leadership.notify()
         except (LinkError, RemoteError):
             pass  # it may have gone; who has not is told again

@@ -1,4 +1,4 @@
-"""Who the next record lists at each stage: the holders of the average, joiners, nobody who leaves, moves or was struck.
+"""Who the next record lists at each stage: the holders of the average, joiners, nobody who leaves, moves or was excluded.
 
 A joiner counts once it has answered at the address that it announces: one that asks but cannot be asked costs nobody anything.
 Owns what stage peers have asked for since the last record, which a new coordinator hears again. Must not end steps: the
@@ -12,9 +12,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from swarm.lifecycle.record import Members
-from swarm.peer.link import Refuse, Tasks
-from swarm.peer.coordinator.leadership import Key, Reign
+from swarm.peer.coordinator.leadership import Key, Leadership
 from swarm.peer.coordinator.stage_leaders import StageLeads
+from swarm.peer.link import Refuse, Tasks
 from swarm.policy.liveness import FIRST_LOOK_S
 from swarm.wire import messages as m
 
@@ -28,7 +28,7 @@ class _Joiner:
 
     stage: int
     member: m.Member
-    head: str | None
+    version_id: str | None
     seen: float
     #: It answered at its address.
     is_met: bool = False
@@ -37,11 +37,11 @@ class _Joiner:
     meet_after_s: float = FIRST_LOOK_S
 
 
-class Listing:
+class NextMembers:
     """One coordinator's view of who comes and who goes."""
 
-    def __init__(self, reign: Reign, leads: StageLeads, tasks: Tasks) -> None:
-        self._reign = reign
+    def __init__(self, leadership: Leadership, leads: StageLeads, tasks: Tasks) -> None:
+        self._leadership = leadership
         self._tasks = tasks
         self._leads = leads
         self._joiners: dict[Key, _Joiner] = {}
@@ -53,8 +53,8 @@ class Listing:
 
     # ------------------------------------------------------------------------------------------------ what is asked for
 
-    def join(self, stage: int, member: m.Member, head: str | None) -> str:
-        """`member`, which holds the state of `head`, asks to be listed, or asks again.
+    def join(self, stage: int, member: m.Member, version_id: str | None) -> str:
+        """`member`, which holds the state of `version_id`, asks to be listed, or asks again.
 
         Returns:
             What keeps it from that, if anything does but the run.
@@ -62,7 +62,7 @@ class Listing:
         Raises:
             Refuse: too many others ask.
         """
-        now = self._reign.now
+        now = self._leadership.now
         if member.key in self._replaced:  # both live: a peer that is started again does not know its earlier incarnation
             return (
                 f"this peer to end: another one with its identity {member.peer[:8]} has joined since; if its state directory was "
@@ -78,31 +78,31 @@ class Listing:
                 self._replaced[key] = None
                 if len(self._replaced) > MAX_JOINERS:
                     del self._replaced[next(iter(self._replaced))]
-            known = self._joiners[member.key] = _Joiner(stage, member, head, now)
+            known = self._joiners[member.key] = _Joiner(stage, member, version_id, now)
         known.is_met = known.is_met and (known.member.host, known.member.port) == (member.host, member.port)
-        known.stage, known.member, known.head, known.seen = stage, member, head, now
+        known.stage, known.member, known.version_id, known.seen = stage, member, version_id, now
         if known.is_met:
             return ""
         if known.meet_at <= now:
             known.meet_at = math.inf
             self._tasks.start(self._meet(known), f"look at joiner {member.peer[:8]}")
-        why = self._reign.link.presence.liveness.why(member.key)
+        why = self._leadership.link.presence.liveness.why(member.key)
         return f"this peer to answer at {member.host}:{member.port}, which it announces: {why}" if why else ""
 
     async def _meet(self, joiner: _Joiner) -> None:
         """Find out whether it can be asked, as whoever trains with it must."""
-        joiner.is_met = await self._reign.link.presence.look(joiner.member)
-        joiner.meet_at = self._reign.now + joiner.meet_after_s
-        joiner.meet_after_s = min(2 * joiner.meet_after_s, self._reign.timing.record_ttl_s)
+        joiner.is_met = await self._leadership.link.presence.look(joiner.member)
+        joiner.meet_at = self._leadership.now + joiner.meet_after_s
+        joiner.meet_after_s = min(2 * joiner.meet_after_s, self._leadership.timing.record_ttl_s)
         if joiner.is_met:
-            self._last_join = self._reign.now
-            await self._reign.notify()
+            self._last_join = self._leadership.now
+            await self._leadership.notify()
 
     def leave(self, stage: int, member: m.Member) -> None:
         """`member` goes once the step that is open has committed."""
-        record = self._reign.record
+        record = self._leadership.record
         if record is not None and any(x.key == member.key for x in record.members[stage]):
-            self._leaving.setdefault(member.key, record.step + 1 + self._reign.config.delay_steps)
+            self._leaving.setdefault(member.key, record.step + 1 + self._leadership.config.delay_steps)
         self._joiners.pop(member.key, None)
 
     @property
@@ -119,23 +119,23 @@ class Listing:
         return [(joiner.stage, joiner.member) for joiner in self._joiners.values() if joiner.is_met]
 
     def _forget_silent(self) -> None:
-        for key in [k for k, j in self._joiners.items() if self._reign.now - j.seen > self._reign.timing.record_ttl_s]:
+        for key in [k for k, j in self._joiners.items() if self._leadership.now - j.seen > self._leadership.timing.record_ttl_s]:
             del self._joiners[key]
 
-    def bare_stages(self) -> list[int]:
+    def stages_without_state(self) -> list[int]:
         """Stages of which all that the newest record lists as ready ask to join without the state of its head, or are gone.
 
         A listed member that died asks for nothing: it must not keep the others waiting for what it held.
         """
-        record, since = self._reign.newest, self._reign.now - self._reign.timing.request_s
+        record, since = self._leadership.newest, self._leadership.now - self._leadership.timing.request_s
 
         def is_bare(member: m.Member) -> bool:
             joiner = self._joiners.get(member.key)
-            return joiner is not None and joiner.seen >= since and joiner.head != record.head
+            return joiner is not None and joiner.seen >= since and joiner.version_id != record.version_id
 
-        silent = self._reign.link.presence.liveness.silent(x.key for members in record.members for x in members)
+        silent = self._leadership.link.presence.liveness.silent(x.key for members in record.members for x in members)
         ready = [
-            [x for x in members if x.ready and x.key not in silent and not self._leads.is_struck(stage, x.key)]
+            [x for x in members if x.ready and x.key not in silent and not self._leads.is_excluded(stage, x.key)]
             for stage, members in enumerate(record.members)
         ]
         return [stage for stage, members in enumerate(ready) if members and all(map(is_bare, members))]
@@ -145,13 +145,13 @@ class Listing:
     @property
     def quiet_s(self) -> float:
         """Seconds in which nobody new has come that answers."""
-        return self._reign.now - self._last_join
+        return self._leadership.now - self._last_join
 
     def gathered(self) -> list[list[m.Member]]:
         """Who could begin the run, by stage."""
         self._forget_silent()
         met = [j for j in self._joiners.values() if j.is_met]
-        return [[j.member for j in met if j.stage == k] for k in range(self._reign.config.num_stages)]
+        return [[j.member for j in met if j.stage == k] for k in range(self._leadership.config.num_stages)]
 
     def began(self, record: m.CommitRecord) -> None:
         """Who is listed in the first record need not be listed again."""
@@ -166,20 +166,20 @@ class Listing:
         self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
 
     def next_members(self, results: list[m.StageResult]) -> Members:
-        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was struck goes."""
+        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was excluded goes."""
         staying = [self._staying(stage, result) for stage, result in enumerate(results)]
-        for move in self._reign.newest.moves:
+        for move in self._leadership.newest.moves:
             held = any(x.key == move.member.key for x in results[move.source].holders)
             if held and all(x.key != move.member.key for x in staying[move.source]):
                 member = move.member.model_copy(update={"ready": False})
-                self._joiners[member.key] = _Joiner(move.target, member, None, self._reign.now, is_met=True)
+                self._joiners[member.key] = _Joiner(move.target, member, None, self._leadership.now, is_met=True)
         return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
 
     def _staying(self, stage: int, result: m.StageResult) -> list[m.Member]:
-        listed = {x.key: x for x in self._reign.newest.members[stage]}
-        moving = {x.member.key for x in self._reign.newest.moves if x.source == stage}
+        listed = {x.key: x for x in self._leadership.newest.members[stage]}
+        moving = {x.member.key for x in self._leadership.newest.moves if x.source == stage}
         holders = [listed[x.key] for x in result.holders if x.key in listed]
-        step = self._reign.newest.step + 1
+        step = self._leadership.newest.step + 1
         gone = {key for key, last in self._leaving.items() if last <= step}
         staying: list[m.Member] = []
         for going in (gone | moving, gone, set()):  # never empty a stage: who moves stays first
@@ -190,16 +190,16 @@ class Listing:
         return staying
 
     def _with_joiners(self, stage: int, staying: list[m.Member]) -> tuple[m.Member, ...]:
-        record, now = self._reign.newest, self._reign.now
+        record, now = self._leadership.newest, self._leadership.now
         present = {x.key for x in staying}
         for key, joiner in list(self._joiners.items()):
             if joiner.stage != stage or key in self._leaving:
                 continue
-            if now - joiner.seen > self._reign.timing.record_ttl_s or key in present:
+            if now - joiner.seen > self._leadership.timing.record_ttl_s or key in present:
                 del self._joiners[key]
-            elif joiner.is_met and not self._leads.is_struck(stage, key):
+            elif joiner.is_met and not self._leads.is_excluded(stage, key):
                 # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
-                ready = joiner.member.ready and joiner.head == record.head
+                ready = joiner.member.ready and joiner.version_id == record.version_id
                 staying.append(joiner.member.model_copy(update={"ready": ready}))
                 if ready:
                     del self._joiners[key]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from swarm.base.ids import PeerId
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Key, Reign
+from swarm.peer.coordinator.leadership import Key, Leadership
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import plan_moves
 from swarm.policy.throughput import HELD_PER_STATE, StageWork, Swarm, Worker
@@ -33,9 +33,9 @@ PLACED_S = 60.0
 class Rebalancing:
     """One coordinator's view of what everyone does."""
 
-    def __init__(self, reign: Reign) -> None:
-        self._reign = reign
-        self._every_s = reign.timing.rebalance_every_s
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        self._every_s = leadership.timing.rebalance_every_s
         #: Of each member its newest report, and the one at the beginning of the period.
         self._loads: dict[tuple[int, Key], m.Load] = {}
         self._before: dict[tuple[int, Key], m.Load] = {}
@@ -43,7 +43,7 @@ class Rebalancing:
         self._measured: OrderedDict[PeerId, dict[int, tuple[float, float]]] = OrderedDict()
         #: Newcomers that were placed: stage, member, when, and the seconds per ticket that are expected of it.
         self._placed: dict[Key, tuple[int, m.Member, float, float | None]] = {}
-        self._decided_at = reign.now
+        self._decided_at = leadership.now
         #: Pure; replaced by who wants to see certain moves.
         self.plan = plan_moves
         #: Why the last decision was what it was.
@@ -94,7 +94,7 @@ class Rebalancing:
         return StageWork(
             ticket_bytes=statistics.median(sizes) if sizes else 0.0,
             state_bytes=max((load.state_bytes for load in loads), default=0),
-            held_per_state=HELD_PER_STATE[self._reign.config.optimizer],
+            held_per_state=HELD_PER_STATE[self._leadership.config.optimizer],
         )
 
     def _worker(self, stage: int, member: m.Member) -> Worker:
@@ -118,7 +118,7 @@ class Rebalancing:
             members: of the newest record.
             coming: who has asked to be listed, and where.
         """
-        now = self._reign.now
+        now = self._leadership.now
         self._placed = {key: entry for key, entry in self._placed.items() if now - entry[2] < PLACED_S}
         known = self.swarm(members)
         there = {worker.key: worker for worker in known.workers}
@@ -153,12 +153,12 @@ class Rebalancing:
 
     def decide(self, members: Members, leaving: set[Key]) -> tuple[m.Move, ...]:
         """The moves of the record that lists `members`; none but once in a period, and none while others are under way."""
-        now = self._reign.now
-        if not self._every_s or now - self._decided_at < self._every_s or self._reign.newest.moves:
+        now = self._leadership.now
+        if not self._every_s or now - self._decided_at < self._every_s or self._leadership.newest.moves:
             return ()
         self._remember()
         staying = tuple(tuple(x for x in xs if x.key not in leaving) for xs in members)
-        plan = self.plan(self.swarm(staying), period_s=self._every_s, min_peers=self._reign.config.min_peers_per_stage)
+        plan = self.plan(self.swarm(staying), period_s=self._every_s, min_peers=self._leadership.config.min_peers_per_stage)
         if plan.reason != self.reason:
             logger.info("moves: %s", plan.reason)
         self.reason = plan.reason

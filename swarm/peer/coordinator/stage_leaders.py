@@ -1,6 +1,6 @@
 """Who leads each stage in the step that is being ended, and what the coordinator asks of leaders: ledgers and averages.
 
-Owns the struck members and the terms' numbers of one step; a leader that does not answer is replaced. Must not decide.
+Owns the excluded members and the attempts' numbers of one step; a leader that does not answer is replaced. Must not decide.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.lifecycle.coverage import torn_tie
+from swarm.peer.coordinator.leadership import Key, Leadership, Rivalry
 from swarm.peer.link import RefusedBy, together
-from swarm.peer.coordinator.leadership import Key, Reign, Rivalry
 from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
 
@@ -26,9 +26,9 @@ class StageLost(SwarmError):
 
 @dataclass
 class _StageLead:
-    """Who leads one stage in the step being ended, and the next number for its term."""
+    """Who leads one stage in the step being ended, and the next number for its attempt."""
 
-    struck: dict[Key, m.Member] = field(default_factory=dict)
+    excluded: dict[Key, m.Member] = field(default_factory=dict)
     leader: m.Member | None = None
     n: int = 0
 
@@ -36,29 +36,29 @@ class _StageLead:
 class StageLeads:
     """One coordinator's view of the stages' leaders; `hear` gets what their members say of their work."""
 
-    def __init__(self, reign: Reign, term_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
-        self._reign = reign
+    def __init__(self, leadership: Leadership, attempt_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
+        self._leadership = leadership
         self._hear = hear
-        self._leads = [_StageLead(n=term_n) for _ in range(reign.config.num_stages)]
+        self._leads = [_StageLead(n=attempt_n) for _ in range(leadership.config.num_stages)]
         # Silent peers are found `stall_s` after they fell silent.
-        still_s = max(reign.timing.coordinator_s, reign.timing.stall_s - reign.timing.request_s)
-        self._stillness = Stillness(still_s, reign.now)
+        still_s = max(leadership.timing.coordinator_s, leadership.timing.stall_s - leadership.timing.request_s)
+        self._stillness = Stillness(still_s, leadership.now)
 
     def begin_step(self) -> None:
-        """A new record: its first ready members lead, and nobody is struck."""
+        """A new record: its first ready members lead, and nobody is excluded."""
         for lead in self._leads:
-            lead.struck.clear()
+            lead.excluded.clear()
             lead.leader = None
 
-    def struck(self) -> list[m.Member]:
-        return [x for lead in self._leads for x in lead.struck.values()]
+    def excluded(self) -> list[m.Member]:
+        return [x for lead in self._leads for x in lead.excluded.values()]
 
-    def is_struck(self, stage: int, key: Key) -> bool:
-        return key in self._leads[stage].struck
+    def is_excluded(self, stage: int, key: Key) -> bool:
+        return key in self._leads[stage].excluded
 
     def forgive(self, stage: int) -> None:
         """Try everyone of the stage again."""
-        self._leads[stage].struck.clear()
+        self._leads[stage].excluded.clear()
 
     async def check(self, step: int, moves: object) -> None:
         """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated.
@@ -66,8 +66,8 @@ class StageLeads:
         If it is, or `moves` stands still (what should move now, if anything), all members of all stages are looked at, at once:
         who is gone may hold claims on what is missing.
         """
-        stages = range(self._reign.config.num_stages)
-        everyone = moves is not None and self._stillness.is_due((step, moves), now=self._reign.now)
+        stages = range(self._leadership.config.num_stages)
+        everyone = moves is not None and self._stillness.is_due((step, moves), now=self._leadership.now)
         gone = [] if everyone else await together(*(self._leader_is_gone(stage) for stage in stages))
         if not everyone and not any(gone):
             return
@@ -79,7 +79,7 @@ class StageLeads:
         await together(*(renew(stage) for stage in stages))
 
     async def _leader_is_gone(self, stage: int) -> bool:
-        """Then it is struck. One that is there is told the newest record if it lacks that.
+        """Then it is excluded. One that is there is told the newest record if it lacks that.
 
         Raises:
             Rivalry: it is past it.
@@ -88,110 +88,110 @@ class StageLeads:
         try:
             if leader is None:
                 raise RemoteError("no member is left")
-            reply, _ = await self._reign.link.ask(leader, m.Status(), m.StatusReply)
+            reply, _ = await self._leadership.link.ask(leader, m.Status(), m.StatusReply)
             if reply.member.key != leader.key:
                 raise RemoteError("another incarnation answers there")
-            if reply.step <= self._reign.newest.step:
+            if reply.step <= self._leadership.newest.step:
                 await self._tell_record(leader)
-            elif reply.step > self._reign.newest.step + 1:
+            elif reply.step > self._leadership.newest.step + 1:
                 await self._look_at_its_record(leader)
         except (LinkError, RemoteError) as error:
             logger.info("stage %d: leader %s is gone: %s", stage, leader and leader.peer[:8], error)
-            self._strike(stage, leader)
+            self._exclude(stage, leader)
             return True
         return False
 
     def members(self, stage: int) -> list[m.Member]:
         """Those that take part in the step: the newest record's ready members. Nobody waits for one that downloads."""
-        return [x for x in self._reign.newest.members[stage] if x.ready]
+        return [x for x in self._leadership.newest.members[stage] if x.ready]
 
     def leader(self, stage: int) -> m.Member | None:
-        """The stage's leader: the first ready member that is not struck, unless another was told to lead."""
+        """The stage's leader: the first ready member that is not excluded, unless another was told to lead."""
         lead = self._leads[stage]
-        if lead.leader is None or lead.leader.key in lead.struck:
-            lead.leader = next((x for x in self.members(stage) if x.key not in lead.struck), None)
+        if lead.leader is None or lead.leader.key in lead.excluded:
+            lead.leader = next((x for x in self.members(stage) if x.key not in lead.excluded), None)
         return lead.leader
 
-    def _strike(self, stage: int, member: m.Member | None) -> None:
+    def _exclude(self, stage: int, member: m.Member | None) -> None:
         if member is not None:
-            self._leads[stage].struck[member.key] = member
+            self._leads[stage].excluded[member.key] = member
 
     async def _strike_silent(self, stage: int, level: int = logging.INFO) -> bool:
         """A member is gone, and others may be gone with it: all are looked at at once, so that what follows meets the living."""
-        asked = [x for x in self.members(stage) if x.key not in self._leads[stage].struck]
-        there = {x.key for x in await self._reign.link.presence.answering(asked)}
+        asked = [x for x in self.members(stage) if x.key not in self._leads[stage].excluded]
+        there = {x.key for x in await self._leadership.link.presence.answering(asked)}
         silent = [x for x in asked if x.key not in there]
         for member in silent:
-            self._strike(stage, member)
+            self._exclude(stage, member)
         if silent:
-            logger.log(level, "stage %d: %d of %d members do not answer: struck", stage, len(silent), len(asked))
+            logger.log(level, "stage %d: %d of %d members do not answer: excluded", stage, len(silent), len(asked))
         return bool(silent)
 
     async def gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
         return await together(
-            *(self._gather(step, stage, freeze=freeze) for stage in range(self._reign.config.num_stages))
+            *(self._gather(step, stage, freeze=freeze) for stage in range(self._leadership.config.num_stages))
         )
 
     async def _gather(self, step: int, stage: int, *, freeze: bool) -> tuple[m.Seal, ...]:
-        """Seals of one stage under a new term; a leader that does not answer is replaced until one does."""
+        """Seals of one stage under a new attempt; a leader that does not answer is replaced until one does."""
         lead = self._leads[stage]
         backoff = 0.1
         lost_since: float | None = None
         told: set[Key] = set()
         while True:
-            self._reign.check()
+            self._leadership.check()
             leader = self.leader(stage)
             if leader is None:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
-                lost_s = self._reign.timing.stage_lost_s
-                self._reign.waiting_for = (
+                lost_s = self._leadership.timing.stage_lost_s
+                self._leadership.waiting_for = (
                     f"a live member of stage {stage}; without one for {lost_s:g} s the run goes back to a checkpoint, once "
                     "there are peers that have one"
                 )
                 if lost_since is None:
-                    lost_since = self._reign.now
+                    lost_since = self._leadership.now
                     logger.warning("step %d: stage %d has no live member; waiting for one", step, stage)
-                if self._reign.now - lost_since > self._reign.timing.stage_lost_s:
-                    raise StageLost(f"stage {stage} has had no live member for {self._reign.timing.stage_lost_s:g} s")
+                if self._leadership.now - lost_since > self._leadership.timing.stage_lost_s:
+                    raise StageLost(f"stage {stage} has had no live member for {self._leadership.timing.stage_lost_s:g} s")
                 if await self._have_restarted(stage):
                     raise StageLost(f"every member of stage {stage} has ended; they are here again without their memory")
-                self._reign.lost.add(stage)
-                lead.struck.clear()
+                self._leadership.lost.add(stage)
+                lead.excluded.clear()
                 await asyncio.sleep(backoff)
                 backoff = min(2.0, 2 * backoff)
                 continue
             level = logging.INFO if lost_since is None else logging.DEBUG  # while nobody is there they are tried for ever
             lead.n += 1
-            term = m.Term(ballot=self._reign.ballot, n=lead.n)
+            attempt = m.Attempt(ballot=self._leadership.ballot, n=lead.n)
             request = m.Gather(
-                run=self._reign.context.run, stage=stage, step=step, term=term, freeze=freeze,
-                members=tuple(self.members(stage)), struck=tuple(lead.struck.values()),
+                run=self._leadership.context.run, stage=stage, step=step, attempt=attempt, freeze=freeze,
+                members=tuple(self.members(stage)), excluded=tuple(lead.excluded.values()),
             )  # fmt: skip
             try:
-                reply, _ = await self._reign.link.ask(leader, request, m.Gathered, stall_s=3 * self._reign.timing.request_s)
+                reply, _ = await self._leadership.link.ask(leader, request, m.Gathered, stall_s=3 * self._leadership.timing.request_s)
             except RefusedBy as refused:
-                self._reign.heed(refused)
+                self._leadership.raise_if_newer(refused)
                 if refused.code == "wrong_state":
                     continue  # a higher n was used; the next try has another
                 if refused.code == "behind" and leader.key not in told and await self._tell_record(leader):
                     told.add(leader.key)
                     continue
                 logger.log(level, "step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], refused)
-                self._strike(stage, leader)
+                self._exclude(stage, leader)
                 await asyncio.sleep(backoff)
             except (LinkError, RemoteError) as error:
                 logger.log(level, "step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
-                self._strike(stage, leader)
+                self._exclude(stage, leader)
                 await self._strike_silent(stage, level)
             else:
-                lead.struck |= {x.key: x for x in reply.struck}
-                self._reign.lost.discard(stage)
+                lead.excluded |= {x.key: x for x in reply.excluded}
+                self._leadership.lost.discard(stage)
                 self._hear(stage, reply.loads)
                 return reply.seals
 
     async def _have_restarted(self, stage: int) -> bool:
         """Every member of the stage announces itself in another incarnation: what they held is gone for certain."""
-        roster = (await self._reign.rosters())[stage]
+        roster = (await self._leadership.rosters())[stage]
         now = {x.peer: x.incarnation for x in roster}
         members = self.members(stage)
         return bool(members) and all(now.get(x.peer, x.incarnation) != x.incarnation for x in members)
@@ -202,23 +202,23 @@ class StageLeads:
         Raises:
             Rivalry: it has.
         """
-        info, _ = await self._reign.link.ask(leader, m.Hello(), m.RunInfo)
-        if info.record is not None and info.record.newer_than(self._reign.newest):
+        info, _ = await self._leadership.link.ask(leader, m.Hello(), m.RunInfo)
+        if info.record is not None and info.record.newer_than(self._leadership.newest):
             raise Rivalry(info.record)
 
     async def _tell_record(self, leader: m.Member) -> bool:
         """A leader that missed the newest record hears it here: as its stage's only holder it has nobody to hear it from."""
         try:
-            await self._reign.link.ask(leader, m.Commit(record=self._reign.newest), m.Ack)
+            await self._leadership.link.ask(leader, m.Commit(record=self._leadership.newest), m.Ack)
         except (LinkError, RemoteError):
             return False
         return True
 
     async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
         """Every stage's average of its attempt, tied sums included, or None if one failed."""
-        terms = tuple(m.Term(ballot=self._reign.ballot, n=lead.n) for lead in self._leads)
+        attempts = tuple(m.Attempt(ballot=self._leadership.ballot, n=lead.n) for lead in self._leads)
         replies = await together(
-            *(self._average(step, stage, gathered[stage], terms) for stage in range(self._reign.config.num_stages))
+            *(self._average(step, stage, gathered[stage], attempts) for stage in range(self._leadership.config.num_stages))
         )
         results = [reply for reply in replies if reply is not None]
         if len(results) < len(replies):
@@ -230,29 +230,29 @@ class StageLeads:
         return results
 
     async def _average(
-        self, step: int, stage: int, seals: tuple[m.Seal, ...], terms: tuple[m.Term, ...]
+        self, step: int, stage: int, seals: tuple[m.Seal, ...], attempts: tuple[m.Attempt, ...]
     ) -> m.StageResult | None:
         """One stage's average, or None after striking whoever made it fail."""
         leader = self.leader(stage)
         assert leader is not None
-        request = m.Average(
-            run=self._reign.context.run, stage=stage, step=step, term=terms[stage], seals=seals, terms=terms
+        request = m.AllReduce(
+            run=self._leadership.context.run, stage=stage, step=step, attempt=attempts[stage], seals=seals, attempts=attempts
         )
         try:
-            reply, _ = await self._reign.link.ask(leader, request, m.Averaged, stall_s=self._reign.timing.stall_s)
+            reply, _ = await self._leadership.link.ask(leader, request, m.AllReduced, stall_s=self._leadership.timing.stall_s)
         except RefusedBy as refused:
-            self._reign.heed(refused)
+            self._leadership.raise_if_newer(refused)
             logger.info("step %d, stage %d: no average: %s", step, stage, refused)
-            self._strike(stage, leader if refused.code not in ("wrong_state",) else None)
+            self._exclude(stage, leader if refused.code not in ("wrong_state",) else None)
             return None
         except (LinkError, RemoteError) as error:
             logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
-            self._strike(stage, leader)
+            self._exclude(stage, leader)
             await self._strike_silent(stage)
             return None
         if reply.result is None:
             logger.info("step %d, stage %d: no average: %s", step, stage, reply.reason)
             if reply.suspects:
-                self._strike(stage, reply.suspects[0])
+                self._exclude(stage, reply.suspects[0])
             return None
         return reply.result

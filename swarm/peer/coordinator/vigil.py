@@ -1,6 +1,6 @@
-"""What a candidate does that everybody accepts who is there, while a stage has nobody: it waits in the seat.
+"""What a candidate does that everybody accepts who is there, while a stage has nobody: it waits in the coordinator's place.
 
-It holds no reign, leases nothing and decides nothing; whoever asks learns which stages are waited for, and other candidates find
+It holds no leadership, leases nothing and decides nothing; whoever asks learns which stages are waited for, and other candidates find
 it and do not out-bid it. It stands again once a member of those stages answers. Must not know what an election asks.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
-from swarm.peer.link import Link
 from swarm.peer.coordinator.leadership import Key, Rosters
+from swarm.peer.link import Link
 from swarm.wire import messages as m
 
-#: What a peer says of itself while it waits in the seat.
+#: What a peer says of itself while it waits in the coordinator's place.
 STATE = "waiting"
 #: Announced peers of one stage that are asked at once whether they are there.
 MAX_ASKED = 16

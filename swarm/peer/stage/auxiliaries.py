@@ -37,7 +37,7 @@ class Auxiliaries:
         self._most = member.config.auxiliaries
         self._known: list[m.Member] = []
         #: The attempt for which they are asked, and their answers to come.
-        self._asking: tuple[m.Term, asyncio.Task[list[m.Assisting]]] | None = None
+        self._asking: tuple[m.Attempt, asyncio.Task[list[m.Assisting]]] | None = None
         #: How often one has failed since it last helped, and until when it is left out.
         self._out: dict[PeerId, tuple[int, float]] = {}
         #: The step that goes on without.
@@ -64,12 +64,12 @@ class Auxiliaries:
         elif message.step == self._step_without:
             self.why_none = "an attempt of this step failed with one"
         else:
-            self._asking = (message.term, self._tasks.start(self._ask_all(message), "ask aggregators"))
+            self._asking = (message.attempt, self._tasks.start(self._ask_all(message), "ask aggregators"))
         self._tasks.start(self._look(), "look for aggregators")
 
-    async def offers(self, term: m.Term) -> list[m.Assisting]:
-        """Of those that agreed to help with the attempt `term`."""
-        if self._asking is None or self._asking[0] != term:
+    async def offers(self, attempt: m.Attempt) -> list[m.Assisting]:
+        """Of those that agreed to help with the attempt `attempt`."""
+        if self._asking is None or self._asking[0] != attempt:
             return []
         return await self._asking[1]
 
@@ -86,7 +86,7 @@ class Auxiliaries:
         compressor, compute = self._member.compressor, self._member.compute
         assert isinstance(compressor, Plain), "the configuration excludes others"
         request = m.Assist(
-            run=message.run, stage=message.stage, step=message.step, term=message.term,
+            run=message.run, stage=message.stage, step=message.step, attempt=message.attempt,
             vector=compressor.code.spec(compute.layout.num_elements, compute.master_dtype), num_members=len(message.members),
         )  # fmt: skip
         asked = [x for x in self._known if self._out.get(x.peer, (0, 0.0))[1] <= self._now][: 2 * self._most]

@@ -13,8 +13,8 @@ from swarm.lifecycle.record import checkpoint_writers, is_checkpoint_due
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.stage.stage_member import StageMember
-from swarm.stage.saved.checkpoint import best_loss, mark_best, saved_steps, stage_directory, write_checkpoint
 from swarm.stage.executor import Priority
+from swarm.stage.saved.checkpoint import best_loss, mark_best, saved_steps, stage_directory, write_checkpoint
 from swarm.stage.versions import StageState
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -48,7 +48,7 @@ class Checkpoints:
     def _writes(self, record: m.CommitRecord) -> bool:
         member = self._member
         writers = [x.key for x in checkpoint_writers(member.config, record, member.stage)]
-        return self._state_dir is not None and member.me.key in writers and member.versions.newest.head == record.head
+        return self._state_dir is not None and member.me.key in writers and member.versions.newest.version_id == record.version_id
 
     def _on_commit(self, record: m.CommitRecord) -> None:
         if record.era != self._era:
@@ -61,7 +61,7 @@ class Checkpoints:
         member = self._member
         async with member.settled():
             record = member.record
-            if record is None or record.head != message.head:
+            if record is None or record.version_id != message.version_id:
                 raise Refuse("ahead", "this peer is at another head", record=record)
             if math.isfinite(message.loss) and self._writes(record):
                 self._write_soon(member.versions.state(), message.loss)
@@ -70,7 +70,7 @@ class Checkpoints:
     def write_newest(self) -> None:
         """This peer goes, and perhaps all do: what has committed last is to be on disk, as if it were due now."""
         record = self._member.record
-        if record is None or record.step < 0 or record.head == self._newest or is_checkpoint_due(self._member.config, record):
+        if record is None or record.step < 0 or record.version_id == self._newest or is_checkpoint_due(self._member.config, record):
             return
         if self._writes(record):
             self._write_soon(self._member.versions.state(), None)
@@ -87,7 +87,7 @@ class Checkpoints:
             logger.warning("the checkpoint of step %d is not written: the disk is too slow", before.version.num_commits)
         self._waiting[loss is not None] = state, loss
         if loss is None:  # else it is written only if it is the best
-            self._newest = state.version.head
+            self._newest = state.version.version_id
         if not self.is_writing:
             self._writer = self._tasks.start(self._write_all(), "checkpoints")
 

@@ -52,11 +52,11 @@ class ClaimsClient:
             raise Refuse("wrong_state", "the stage has no leader")
         ledger = self._member.step_state(step).accumulator.ledger
         request = m.Claim(
-            run=self._link.context.run, stage=self._member.stage, step=step, term=ledger.term,
+            run=self._link.context.run, stage=self._member.stage, step=step, attempt=ledger.attempt,
             member=self._member.me, indexes=tuple(indexes),
         )  # fmt: skip
         asked_at = ledger.num_revocations
         reply, _ = await self._link.ask(leader, request, m.Claimed)
         for index in reply.granted:
-            ledger.grant(index, reply.term, asked_at=asked_at)
+            ledger.grant(index, reply.attempt, asked_at=asked_at)
         return set(reply.granted), reply.reason

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import torch
 
-from swarm.averaging.all_reduce import Average
+from swarm.averaging.all_reduce import StageSum
 from swarm.averaging.compressors.choice import compressor_of
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
@@ -24,15 +24,15 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
-from swarm.peer.stage.at_work import AtWork
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.presence import Candidates
+from swarm.peer.stage.at_work import AtWork
 from swarm.peer.stage.step_state import StepState
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority, Threads
-from swarm.stage.memory_plan import KEPT_AVERAGES, MAX_QUEUED_AVERAGES
+from swarm.stage.memory_plan import KEPT_SUMS, MAX_QUEUED_SUMS
 from swarm.stage.moments import Moments
 from swarm.stage.optimizer import adamw, own_moments_for
 from swarm.stage.versions import StageState, VersionStore, make_version
@@ -92,8 +92,8 @@ class CommittedState:
         self.record: m.CommitRecord | None = None
         #: Averages of records after the snapshot that is being downloaded.
         self.queued: list[tuple[m.CommitRecord, torch.Tensor]] | None = None if compute.has_values else []
-        #: So many at most; whoever knows this peer's memory says less, see `queued_averages`.
-        self.max_queued = MAX_QUEUED_AVERAGES
+        #: So many at most; whoever knows this peer's memory says less, see `queued_sums`.
+        self.max_queued = MAX_QUEUED_SUMS
         #: The average of the newest record was made without this peer, and is on its way: that takes as long as it is large.
         self.is_copying = False
         #: The optimizer step of the newest record waits for the compute thread, or is under way there.
@@ -103,9 +103,9 @@ class CommittedState:
         self._digest = ("", "")
         #: Steps that have not committed, and the averages of the last ones that did, for those that copy them.
         self.steps: dict[int, StepState] = {}
-        self.last_averages: deque[tuple[int, Average]] = deque(maxlen=KEPT_AVERAGES)
+        self.last_sums: deque[tuple[int, StageSum]] = deque(maxlen=KEPT_SUMS)
         #: Copies an average from one of its holders; see `rounds.py`.
-        self.copy_average: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
+        self.copy_sum: Callable[[m.Member, int, str], Awaitable[torch.Tensor]] = _nobody_to_copy_from
         #: Records that were learned and not yet taken over, in order, each with the one before it.
         self._learned: deque[tuple[m.CommitRecord, m.CommitRecord | None]] = deque()
         #: Its lock is held by whoever changes the state: the newest version, and the averages that queue for one.
@@ -130,12 +130,12 @@ class CommittedState:
 
     @property
     def up_to_date(self) -> bool:
-        return self.record is not None and self.queued is None and self.versions.newest.head == self.record.head
+        return self.record is not None and self.queued is None and self.versions.newest.version_id == self.record.version_id
 
     @property
     def held_head(self) -> str | None:
         """Of the newest state that this peer holds, whatever has committed since; None without any."""
-        return None if self.queued is not None else self.versions.newest.head
+        return None if self.queued is not None else self.versions.newest.version_id
 
     @property
     def me(self) -> m.Member:
@@ -230,7 +230,7 @@ class CommittedState:
     async def _take_over(self, record: m.CommitRecord, known: m.CommitRecord | None) -> None:
         if known is not None and _replaces(record, known):
             self._forget(known, record)
-        if record.relists(known) and self.versions.newest.head == record.head:
+        if record.relists(known) and self.versions.newest.version_id == record.version_id:
             pass  # nothing but the members may have changed
         elif _restores(record, known):
             state = await self.restore(record)
@@ -242,9 +242,9 @@ class CommittedState:
                 self.queued.clear()
         elif self.queued is not None:
             await self._queue(record)
-        elif record.previous_head == self.versions.newest.head:
+        elif record.previous_version_id == self.versions.newest.version_id:
             await self._apply(record)
-        elif record.head != self.versions.newest.head:
+        elif record.version_id != self.versions.newest.version_id:
             logger.info("behind: record of step %d does not follow this peer's version", record.step)
         for step in [s for s in self.steps if s <= record.step]:
             del self.steps[step]
@@ -265,15 +265,15 @@ class CommittedState:
         else:
             logger.info(
                 "step %d of era %d (head %s) replaces that of era %d (head %s)", record.step, record.era,
-                record.head[:12], known.era, known.head[:12],
+                record.version_id[:12], known.era, known.version_id[:12],
             )  # fmt: skip
         self.steps.clear()
-        self.last_averages.clear()
+        self.last_sums.clear()
         self.own.forget()
 
     async def _apply(self, record: m.CommitRecord) -> None:
         state = self.steps.get(record.step)
-        average = await self._average_of(record)
+        average = await self._sum_of(record)
         if average is None:
             return
         self._report_lost(record)
@@ -286,7 +286,7 @@ class CommittedState:
                     state.accumulator.committed()
 
         await self.advance(record, average.flat, adopt)
-        self.last_averages.append((record.step, average))
+        self.last_sums.append((record.step, average))
 
     def _report_lost(self, record: m.CommitRecord) -> None:
         """What a compressor keeps back is private, so it goes with its peer."""
@@ -296,11 +296,11 @@ class CommittedState:
             names = ", ".join(x.peer[:8] for x in gone)
             logger.warning("step %d: what %s had not sent of earlier steps is lost with it", record.step, names)
 
-    async def _average_of(self, record: m.CommitRecord) -> Average | None:
+    async def _sum_of(self, record: m.CommitRecord) -> StageSum | None:
         """The average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""
         result = record.results[self.stage]
         state = self.steps.get(record.step)
-        held = state.held_average(result.average_digest) if state is not None else None
+        held = state.held_sum(result.sum_digest) if state is not None else None
         if state is not None and held is not None:
             state.accumulator.ledger.move("commit")
             return held
@@ -309,11 +309,11 @@ class CommittedState:
             holders = Candidates(self.link.presence, [x for x in result.holders if x.key != self.me.key])
             while (holder := await holders.next()) is not None:
                 try:
-                    flat = await self.copy_average(holder, record.step, result.average_digest)
+                    flat = await self.copy_sum(holder, record.step, result.sum_digest)
                 except SwarmError as error:
                     logger.info("average of step %d not copied from %s: %s", record.step, holder.peer[:8], error)
                     continue
-                return Average(result.attempt, (), flat, result.average_digest, result.sum_squares, result.tied)
+                return StageSum(result.attempt, (), flat, result.sum_digest, result.sum_squares, result.tied)
         finally:
             self.is_copying = False
         logger.warning("no holder gave the average of step %d", record.step)
@@ -321,7 +321,7 @@ class CommittedState:
 
     async def _queue(self, record: m.CommitRecord) -> None:
         assert self.queued is not None
-        average = await self._average_of(record)
+        average = await self._sum_of(record)
         if len(self.queued) >= self.max_queued:
             logger.warning("%d averages wait for the snapshot, and there is room for no more: it must be newer", self.max_queued)
             average = None
@@ -329,7 +329,7 @@ class CommittedState:
             self.queued.clear()  # a gap: the snapshot must be newer than this record
             return
         self.queued.append((record, average.flat))
-        self.last_averages.append((record.step, average))
+        self.last_sums.append((record.step, average))
 
     async def adopt(self, state: StageState) -> None:
         """Go on from a snapshot and what has queued up since it; in `settled`."""
@@ -337,7 +337,7 @@ class CommittedState:
         self.versions.replace(state)
         self.queued = None
         for later, flat in queued:
-            if later.step > record.step and later.previous_head == self.versions.newest.head:
+            if later.step > record.step and later.previous_version_id == self.versions.newest.version_id:
                 await self.advance(later, flat)
         if record.newer_than(self.record):
             self.learn(record)
@@ -381,14 +381,14 @@ class CommittedState:
             Priority.CONTROL,
         )
         if self.versions.newest is version:
-            self._digest = (version.head, outcome.value)
+            self._digest = (version.version_id, outcome.value)
 
     @property
     def state_digest(self) -> str:
         """Of the newest version; empty until it is computed."""
-        return self._digest_at(self.versions.newest.head)
+        return self._digest_at(self.versions.newest.version_id)
 
-    def _digest_at(self, head: str) -> str:
+    def _digest_at(self, version_id: str) -> str:
         # A seal is written by the compute thread, right after a commit perhaps: it must not carry an older state's digest.
         known, digest = self._digest
-        return digest if known == head else ""
+        return digest if known == version_id else ""

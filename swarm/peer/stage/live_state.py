@@ -68,7 +68,7 @@ async def fetch_parameters(
     if info.record is None:
         raise ConfigError("the run has not begun: there is nothing to export yet")
     asker = _Asker(transport, config, info.record.run, new_incarnation(rng))
-    offers = await _one_head(asker, info.record, deadline_s, rng)
+    offers = await _one_version_id(asker, info.record, deadline_s, rng)
     try:
         stages = [Layout.of(stage_module(factory, stage, config.frozen)) for stage in range(config.num_stages)]
         dtype = MASTER_DTYPES[config.precision]
@@ -85,7 +85,7 @@ async def fetch_parameters(
 Offer = tuple[m.Member, m.StateManifest]
 
 
-async def _one_head(
+async def _one_version_id(
     asker: _Asker, record: m.CommitRecord, deadline_s: float, rng: random.Random
 ) -> list[Offer]:
     """A snapshot of every stage, all of one head."""
@@ -108,7 +108,7 @@ async def _one_head(
             while True:
                 answers = await asyncio.gather(*(offer(stage) for stage in range(len(members))))
                 offers = {stage: answer for stage, answer in enumerate(answers) if not isinstance(answer, str)}
-                if len(offers) == len(members) and len({manifest.record.head for _, manifest in offers.values()}) == 1:
+                if len(offers) == len(members) and len({manifest.record.version_id for _, manifest in offers.values()}) == 1:
                     return [offers[stage] for stage in range(len(members))]
                 refused = [answer for answer in answers if isinstance(answer, str)]
                 steps = sorted({manifest.record.step + 1 for _, manifest in offers.values()})
@@ -128,7 +128,7 @@ async def _download(
     flat = torch.empty(num_elements, dtype=dtype)
     for offset in range(0, num_elements, RANGE_ELEMENTS):
         wanted = m.StateRange(
-            run=asker.run, stage=stage, head=manifest.record.head, name=MASTERS, offset=offset, length=RANGE_ELEMENTS,
+            run=asker.run, stage=stage, version_id=manifest.record.version_id, name=MASTERS, offset=offset, length=RANGE_ELEMENTS,
             reader=asker.reader,
         )  # fmt: skip
         _, frame = await asker.ask(member, wanted, m.StateChunk)
@@ -147,7 +147,7 @@ async def _let_go(asker: _Asker, offers: dict[int, Offer]) -> None:
 
     async def one(stage: int, member: m.Member, manifest: m.StateManifest) -> None:
         with contextlib.suppress(LinkError, RemoteError):
-            release = m.StateOffer(run=asker.run, stage=stage, release=manifest.record.head, reader=asker.reader)
+            release = m.StateOffer(run=asker.run, stage=stage, release=manifest.record.version_id, reader=asker.reader)
             await asker.ask(member, release, m.Ack)
 
     await asyncio.gather(*(one(stage, *offer) for stage, offer in offers.items()))

@@ -143,7 +143,7 @@ class Membership:
         async with member.settled():
             record = member.record
             if record is not None:
-                self._heed(record)
+                self._raise_if_newer(record)
         if record is not None and self._left_out:
             await self._let_go(record)
         elif record is not None and self.state == "moving":
@@ -151,7 +151,7 @@ class Membership:
         elif record is not None and self.state == "syncing":
             await self._synchronise(record)
 
-    def _heed(self, record: m.CommitRecord) -> None:
+    def _raise_if_newer(self, record: m.CommitRecord) -> None:
         """Move along the table after what the newest record says of this peer, which has taken it over."""
         member, listed = self._member, self._member.listed()
         if listed is None:
@@ -209,7 +209,7 @@ class Membership:
             reply, _ = await self._link.ask(other, m.Status(), m.StatusReply)
         except (LinkError, RemoteError):
             return False
-        return reply.member.key == other.key and reply.head == record.head
+        return reply.member.key == other.key and reply.version_id == record.version_id
 
     async def _synchronise(self, record: m.CommitRecord) -> None:
         """Download a snapshot while averages queue, then apply those; retried by the loop if it fails."""
@@ -254,9 +254,9 @@ class Membership:
     async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> tuple[bool, str]:
         """Whether a coordinator heard it, and what the run waits for in its words; else for one."""
         member, context = self._member, self._link.context
-        head = None if leaving else await self._held_head()
+        version_id = None if leaving else await self._held_head()
         request = m.Join(
-            run=context.run, stage=member.stage, member=context.member(ready=head is not None), head=head, leaving=leaving,
+            run=context.run, stage=member.stage, member=context.member(ready=version_id is not None), version_id=version_id, leaving=leaving,
             lost=tuple(lost),
         )  # fmt: skip
         waits = "a coordinator: no backbone or trainer answers"

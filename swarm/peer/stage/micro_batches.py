@@ -14,21 +14,21 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from swarm.lifecycle.micro_batch import MICRO_BATCH
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.net.transport import Progress
-from swarm.peer.stage.claims_client import ClaimsClient
 from swarm.peer.hop import HopResult, call_stage
 from swarm.peer.link import Link, Refuse
+from swarm.peer.stage.claims_client import ClaimsClient
 from swarm.peer.stage.load import LoadMeter
 from swarm.peer.stage.stage_member import StageMember
 from swarm.policy.job_times import RECOMPUTATION
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import Activation
-from swarm.stage.device import Added, Device, Outgoing, Payload, Told, Worked, kind_of
+from swarm.stage.device import Added, CodedTensors, Device, DeviceTime, HostNumbers, Outgoing, kind_of
 from swarm.stage.executor import Priority
+from swarm.stage.memory_budget import MemoryBudget, Reservation
 from swarm.stage.module import Tensors, is_too_large
 from swarm.stage.norms import finite, gradient_norms, norm_of
-from swarm.stage.memory_budget import MemoryBudget, Reservation
 from swarm.stage.versions import Version
 from swarm.wire import messages as m
 from swarm.wire.compression import CODECS
@@ -166,7 +166,7 @@ class MicroBatchServer:
         loop = asyncio.get_running_loop()
         until = loop.time() + min(2.0, member.config.timing.request_s)
         while True:
-            version = member.versions.get(message.head)
+            version = member.versions.get(message.version_id)
             if version is not None and (member.up_to_date or member.config.delay_steps):
                 base = member.config.base_step(message.ticket.step)
                 if message.mode == "train" and version.num_commits != base:
@@ -243,14 +243,14 @@ class MicroBatchServer:
         )  # fmt: skip
         return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
 
-    def _note(self, work: _Work, outputs: Payload, below: HopResult | None, answer: Payload) -> None:
+    def _note(self, work: _Work, outputs: CodedTensors, below: HopResult | None, answer: CodedTensors) -> None:
         received = work.frame.body_bytes + (below.frame.body_bytes if below is not None else 0)
         sent = sum(spec.num_bytes for spec, _ in [*outputs, *answer])
         self._meter.ticket(
             busy_s=work.forward_s + work.backward_s, queue_s=work.queue_s, num_bytes=max(received, sent)
         )
 
-    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing, Worked]:
+    def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing, DeviceTime]:
         compute, device = self._compute, self._device
         device.begin()
         inputs = device.receive(work.frame, "input")
@@ -272,29 +272,29 @@ class MicroBatchServer:
 
     def _backward_job(
         self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
-    ) -> tuple[Outgoing, Added, Told, Worked]:
+    ) -> tuple[Outgoing, Added, HostNumbers, DeviceTime]:
         """Backward, claim, ledger and sum as one job: nothing comes between them."""
         device = self._device
         device.begin()
         if not activation.inputs:
             activation.take(device.receive(work.frame, "input"), None)
-        entry: Entry | Tensors
+        entry: LedgerEntry | Tensors
         if below is None:
             gradients, entry = None, activation.outputs or {}
         else:
-            gradients, entry = device.receive(below.frame, "grad"), Entry(below.trained.tokens, 0.0)
+            gradients, entry = device.receive(below.frame, "grad"), LedgerEntry(below.trained.tokens, 0.0)
         result = self._compute.backward(activation, gradients)
         answer = device.send(result.inputs, self._codec, "grad")
         loss_scale, with_norms = activation.version.record.loss_scale, bool(work.message.with_norms)
         added = device.add(
             accumulator, work.message.ticket.index, result.parameters, loss_scale=loss_scale, entry=entry,
-            with_norm=with_norms, lent=result.lent,
+            with_norm=with_norms, borrowed=result.borrowed,
         )  # fmt: skip
         if with_norms:
             work.norms |= gradient_norms(result.inputs, added.norm, loss_scale=loss_scale)
         return answer, added, device.tell(work.norms), device.end()
 
-    async def _downstream(self, work: _Work, outputs: Payload, progress: Progress) -> HopResult:
+    async def _downstream(self, work: _Work, outputs: CodedTensors, progress: Progress) -> HopResult:
         message = work.message
         labels = [
             (spec, buffer)
@@ -306,7 +306,7 @@ class MicroBatchServer:
 
         def request(route: m.Route) -> m.Train:
             return m.Train(
-                run=message.run, mode=message.mode, ticket=message.ticket, head=message.head, stage=message.stage + 1,
+                run=message.run, mode=message.mode, ticket=message.ticket, version_id=message.version_id, stage=message.stage + 1,
                 route=route, tensors=tensors, with_norms=message.with_norms,
             )  # fmt: skip
 
@@ -320,7 +320,7 @@ class MicroBatchServer:
         return result
 
     def _reply(
-        self, hop: m.Hop, below: HopResult | None, tokens: int, loss_sum: float, payload: Payload, *,
+        self, hop: m.Hop, below: HopResult | None, tokens: int, loss_sum: float, payload: CodedTensors, *,
         overflow: bool = False,
     ) -> Frame:  # fmt: skip
         hops: tuple[m.Hop, ...] = (hop,)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarm.base.errors import StorageError
-from swarm.lifecycle.record import genesis_head
+from swarm.lifecycle.record import genesis_version_id
 from swarm.net.transport import Progress
+from swarm.peer.checkpoint_record import LastCheckpointRecord
 from swarm.peer.link import Link
-from swarm.peer.checkpoint_record import Milestone
 from swarm.peer.stage.stage_member import StageMember
-from swarm.stage.saved.checkpoint import FileIdentity, StageCheckpoint, scan
 from swarm.stage.executor import Priority
+from swarm.stage.saved.checkpoint import FileIdentity, StageCheckpoint, scan
 from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -39,8 +39,8 @@ class RestorePoints:
         #: What is wrong with each checkpoint that was read to its end, if anything is, by directory and identity.
         self._faults: dict[tuple[Path, FileIdentity], StorageError | None] = {}
         self._told: tuple[list[int], list[str]] | None = None
-        self._milestone = Milestone(link.context)
-        member.on_commit.append(self._milestone.note)
+        self._checkpoint_record = LastCheckpointRecord(link.context)
+        member.on_commit.append(self._checkpoint_record.note)
         member.restore = self.load
         link.register(m.Holdings, self._on_holdings)
 
@@ -52,14 +52,14 @@ class RestorePoints:
             pass  # what is being taken over is what it will hold
         records = {}
         if member.queued is None and member.versions.newest.num_commits > 0:
-            records[member.versions.newest.head] = member.versions.newest.record
+            records[member.versions.newest.version_id] = member.versions.newest.record
         found, damaged = await self._checkpoints() if member.compute.has_frozen else ([], False)
         for checkpoint in found:
-            records.setdefault(checkpoint.record.head, checkpoint.record)
+            records.setdefault(checkpoint.record.version_id, checkpoint.record)
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
         return m.Held(
             member=member.me, records=tuple(newest_first[:16]), damaged=damaged,
-            initial=member.compute.has_values and not damaged, milestone=self._milestone.record,
+            initial=member.compute.has_values and not damaged, checkpoint_record=self._checkpoint_record.record,
         )  # fmt: skip
 
     async def _checkpoints(self) -> tuple[list[StageCheckpoint], bool]:
@@ -101,23 +101,23 @@ class RestorePoints:
         self._on_checked(steps, damaged)
 
     async def load(self, record: m.CommitRecord) -> StageState | None:
-        """The state at `record.head` if this peer holds it, with `record` as its record."""
+        """The state at `record.version_id` if this peer holds it, with `record` as its record."""
         member = self._member
         compute = member.compute
-        if member.queued is None and member.versions.newest.head == record.head:
+        if member.queued is None and member.versions.newest.version_id == record.version_id:
             state = member.versions.state()
             version = make_version(record, compute.layout, state.version.masters, compute.dtype)
             return StageState(version, state.optimizer, state.previous)
         if not compute.has_frozen:
             return None
-        if record.head == genesis_head(record.run):
+        if record.version_id == genesis_version_id(record.run):
             if not compute.has_values:
                 return None
             masters = (await member.executor.run(compute.initial_masters, Priority.CONTROL)).value
             version = make_version(record, compute.layout, masters, compute.dtype)
             return StageState(version, member.moments.zero())
         for checkpoint in (await self._checkpoints())[0]:
-            if checkpoint.record.head == record.head:
+            if checkpoint.record.version_id == record.version_id:
                 try:
                     outcome = await member.storage.run(
                         lambda c=checkpoint: c.state(  # type: ignore[misc]

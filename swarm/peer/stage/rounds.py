@@ -15,7 +15,7 @@ import torch
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import AUXILIARY_WINDOW, Payload, RoundFailed
+from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, RoundFailed
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Refuse
@@ -59,26 +59,26 @@ class _Sending(Progress):
 
 
 class Rounds:
-    """Serves `Reduce`, `Slice` and `FetchAverage`."""
+    """Serves `Reduce`, `Slice` and `FetchSum`."""
 
     def __init__(self, link: Link, member: StageMember, ties: Sequence[Tie] = ()) -> None:
         self._link = link
         self._member = member
         self._tied = TiedSums(link, member, ties)
-        member.copy_average = self.copy_average
+        member.copy_sum = self.copy_sum
         link.register(m.Reduce, self._on_reduce)
         link.register(m.Slice, self._on_slice)
-        link.register(m.FetchAverage, self._on_fetch_average)
+        link.register(m.FetchSum, self._on_fetch_average)
 
     async def _on_reduce(self, message: m.Reduce, frame: Frame, progress: Progress) -> m.Reduced:
         self._member.require_stage(message.stage)
-        self._member.accept_ballot(message.term.ballot)
+        self._member.accept_ballot(message.attempt.ballot)
         if len(message.auxiliaries) > self._member.config.auxiliaries:
             raise Refuse("bad_request", f"the run allows a stage {self._member.config.auxiliaries} auxiliaries")
         state = self._member.step_state(message.step)
         ledger = state.accumulator.ledger
-        if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
-            raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
+        if ledger.attempt.order != message.attempt.order or ledger.state not in ("frozen", "averaging"):
+            raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.attempt.order}")
         try:
             round_ = await self._round(state, message)
             self._follow(progress, state, round_)
@@ -95,32 +95,32 @@ class Rounds:
         except RoundFailed as failure:
             for fault in state.round.blamed.values() if state.round is not None else ():
                 logger.error("step %d: %s", message.step, fault)
-            self._leave_round(state, message.term)
+            self._leave_round(state, message.attempt)
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
         except TimeoutError:
-            self._leave_round(state, message.term)
+            self._leave_round(state, message.attempt)
             return m.Reduced(reason=f"no average within {self._member.config.timing.average_s:g} s")
-        if not ledger.move_in(message.term, "hold"):
+        if not ledger.move_in(message.attempt, "hold"):
             return m.Reduced(reason="a newer attempt began")
         # Invariant: the average is held before the leader hears of it.
         state.average = average
-        return m.Reduced(average_digest=average.digest, sum_squares=average.sum_squares, tied=average.tied)
+        return m.Reduced(sum_digest=average.digest, sum_squares=average.sum_squares, tied=average.tied)
 
     def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
         state.follow(progress, round_)
         progress.follow(lambda: self._member.background.finished)
 
-    def _leave_round(self, state: StepState, term: m.Term) -> None:
+    def _leave_round(self, state: StepState, attempt: m.Attempt) -> None:
         ledger = state.accumulator.ledger
-        ledger.move_in(term, "fail")
-        if state.round is not None and state.round.term.order == term.order:
+        ledger.move_in(attempt, "fail")
+        if state.round is not None and state.round.attempt.order == attempt.order:
             state.round.fail(RoundFailed("this member left the round"))
         state.changed.set()
 
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
         """The round of this attempt; made once, from a copy of the sealed accumulator."""
         ledger = state.accumulator.ledger
-        if not ledger.move_in(message.term, "reduce"):
+        if not ledger.move_in(message.attempt, "reduce"):
             raise Refuse("wrong_state", "this round has been started already, or is over")
         if not isinstance(self._member.compressor, Plain):  # what it kept back of the last step is part of this one
             await self._member.caught_up(message.step, num_commits=message.step)
@@ -128,14 +128,14 @@ class Rounds:
         if contribution is not None and contribution.is_cuda:
             sealed = contribution
             contribution = await self._in_background(lambda: on_host(sealed))
-        if ledger.term.order != message.term.order or ledger.state != "averaging":
+        if ledger.attempt.order != message.attempt.order or ledger.state != "averaging":
             raise RoundFailed("a newer attempt began")
         me = next(i for i, seal in enumerate(message.seals) if seal.member.key == self._member.me.key)
         tokens = tuple(seal.tokens for seal in message.seals)
         compression = self._member.compressor.compress(Contribution(contribution, tokens, me, message.step))
         try:
             state.round = Round(
-                message.term, message.seals, self._member.me.key, compression, dtype=self._member.compute.master_dtype,
+                message.attempt, message.seals, self._member.me.key, compression, dtype=self._member.compute.master_dtype,
                 shares=message.shares, auxiliaries=message.auxiliaries, max_group=self._member.config.max_group,
                 num_chunks=message.num_chunks, run_job=self._in_background,
             )  # fmt: skip
@@ -149,11 +149,11 @@ class Rounds:
         return (await self._member.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
-        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: Payload | None, exchanged: Progress
-    ) -> Payload:
+        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, exchanged: Progress
+    ) -> CodedChunk:
         specs, buffers = buffers_of([part] if part is not None else [])
         request = m.Slice(
-            run=message.run, stage=self._member.stage, step=message.step, term=message.term, member=self._member.me,
+            run=message.run, stage=self._member.stage, step=message.step, attempt=message.attempt, member=self._member.me,
             phase=phase, number=number, tensors=specs,
         )  # fmt: skip
         timing = self._member.config.timing
@@ -164,8 +164,8 @@ class Rounds:
         return frame.only_tensor()
 
     async def _exchange_with_auxiliary(
-        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: Payload | None, state: StepState
-    ) -> Payload:
+        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, state: StepState
+    ) -> CodedChunk:
         """Half of the window's parts leave at once: the first sums come back while the others leave.
 
         Nothing else moves on this member's line where an auxiliary reduces everything: if the whole window left at once, it
@@ -186,10 +186,10 @@ class Rounds:
         self._member.require_stage(message.stage)
         state = self._member.step_state(message.step)
         ledger = state.accumulator.ledger
-        while state.round is None or state.round.term.order != message.term.order:
+        while state.round is None or state.round.attempt.order != message.attempt.order:
             # The sender was told to start a moment before this member; a frozen ledger of the attempt vouches for it.
-            if ledger.term.order != message.term.order or ledger.state not in ("frozen", "averaging"):
-                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
+            if ledger.attempt.order != message.attempt.order or ledger.state not in ("frozen", "averaging"):
+                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.attempt.order}")
             state.changed.clear()
             try:
                 async with asyncio.timeout(self._member.config.timing.request_s):
@@ -210,28 +210,28 @@ class Rounds:
         self._member.average_bytes_sent += spec.num_bytes
         return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))
 
-    async def _on_fetch_average(self, message: m.FetchAverage, frame: Frame, progress: Progress) -> Frame:
+    async def _on_fetch_average(self, message: m.FetchSum, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
         state = self._member.steps.get(message.step)
-        average = state.held_average(message.digest) if state is not None else None
-        for step, kept in self._member.last_averages:
+        average = state.held_sum(message.digest) if state is not None else None
+        for step, kept in self._member.last_sums:
             if step == message.step and kept.digest == message.digest:
                 average = kept
         if average is not None:
             spec, buffer = encode_tensor("average", part_of(average.flat, message.offset, message.length), "raw", "state")
             self._member.average_bytes_sent += spec.num_bytes
-            return Frame(m.AverageCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
+            return Frame(m.SumCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
         raise Refuse("unknown", f"no such average of step {message.step} is held")
 
-    async def copy_average(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
+    async def copy_sum(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
         total = self._member.compute.layout.num_elements
         flat = empty_flat(total, dtype=self._member.compute.master_dtype)
         for offset in range(0, total, CHUNK_ELEMENTS):
-            request = m.FetchAverage(
+            request = m.FetchSum(
                 run=self._link.context.run, stage=self._member.stage, step=step, digest=digest, offset=offset,
                 length=CHUNK_ELEMENTS,
             )  # fmt: skip
-            _, frame = await self._link.ask(holder, request, m.AverageCopy)
+            _, frame = await self._link.ask(holder, request, m.SumCopy)
             target = flat[offset : offset + CHUNK_ELEMENTS]
             part = decode_tensor(*frame.only_tensor())
             if part.shape != target.shape:

@@ -14,8 +14,8 @@ from swarm.base.errors import LinkError, RemoteError, Stalled
 from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
-from swarm.peer.stage.auxiliaries import Auxiliaries
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.peer.stage.auxiliaries import Auxiliaries
 from swarm.peer.stage.round_shares import RoundShares
 from swarm.peer.stage.stage_member import StageMember
 from swarm.wire import messages as m
@@ -39,7 +39,7 @@ class StageLeader:
         self._collected = asyncio.Event()
         link.register(m.Claim, self._on_claim)
         link.register(m.Gather, self._on_gather)
-        link.register(m.Average, self._on_average)
+        link.register(m.AllReduce, self._on_average)
         member.on_commit.append(self._forget)
 
     def _forget(self, record: m.CommitRecord) -> None:
@@ -47,13 +47,13 @@ class StageLeader:
             del self._books[step]
 
     def _book(self, step: int) -> ClaimBook:
-        """The book of `step`; the record's first ready member leads without being told, at the zero term."""
+        """The book of `step`; the record's first ready member leads without being told, at the zero attempt."""
         book = self._books.get(step)
         if book is None:
             leader = self._member.leader_of(step)
             if leader is None or leader.key != self._member.me.key:
                 raise Refuse("wrong_state", "this peer does not lead the stage")
-            book = self._books[step] = ClaimBook(step, m.Term(), self._member.members_for(step))
+            book = self._books[step] = ClaimBook(step, m.Attempt(), self._member.members_for(step))
         return book
 
     async def _on_claim(self, message: m.Claim, frame: Frame, progress: Progress) -> m.Claimed:
@@ -62,8 +62,8 @@ class StageLeader:
         await self._member.caught_up(message.step)  # the sender may have heard of the newest record first
         self._member.step_state(message.step)  # refuses steps that are over or too far ahead
         book = await self._collected_book(message.step)
-        if message.term.order != book.term.order:
-            raise Refuse("wrong_state", f"claims are granted at term {book.term.order}, not {message.term.order}")
+        if message.attempt.order != book.attempt.order:
+            raise Refuse("wrong_state", f"claims are granted at attempt {book.attempt.order}, not {message.attempt.order}")
         granted = []
         reason = ""
         for index in message.indexes:
@@ -77,7 +77,7 @@ class StageLeader:
                 granted.append(index)
             else:
                 reason = answer.reason
-        return m.Claimed(term=book.term, granted=tuple(granted), reason=reason)
+        return m.Claimed(attempt=book.attempt, granted=tuple(granted), reason=reason)
 
     async def _collected_book(self, step: int) -> ClaimBook:
         """Once a collection under way has ended. One that was given up, with its coordinator, never does."""
@@ -90,14 +90,14 @@ class StageLeader:
         return book
 
     async def _take_back(self, book: ClaimBook, index: int, holder: m.Member, progress: Progress) -> None:
-        """Ask the holder for its unused claim; one that cannot be reached is struck for this step."""
+        """Ask the holder for its unused claim; one that cannot be reached is excluded for this step."""
         request = m.Revoke(
-            run=self._link.context.run, stage=self._member.stage, step=book.step, term=book.term, index=index
+            run=self._link.context.run, stage=self._member.stage, step=book.step, attempt=book.attempt, index=index
         )
         try:
             reply, _ = await self._link.ask(holder, request, m.Revoked, progress=progress)
         except (LinkError, RemoteError) as error:
-            self._strike(book, holder, str(error))
+            self._exclude(book, holder, str(error))
             if isinstance(error, LinkError):
                 await self._strike_silent(book)
             return
@@ -106,50 +106,50 @@ class StageLeader:
         else:
             book.give_back(index, holder)
 
-    def _strike(self, book: ClaimBook, holder: m.Member, reason: str) -> None:
-        freed = book.strike(holder)
-        logger.info("step %d: %s struck, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
+    def _exclude(self, book: ClaimBook, holder: m.Member, reason: str) -> None:
+        freed = book.exclude(holder)
+        logger.info("step %d: %s excluded, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
 
     async def _strike_silent(self, book: ClaimBook) -> None:
         """One holder does not answer, and others may be gone with it: all are looked at at once, not one for each ticket."""
         me, presence = self._member.me.key, self._link.presence
-        others = [x for x in book.members.values() if x.key not in book.struck and x.key != me]
+        others = [x for x in book.members.values() if x.key not in book.excluded and x.key != me]
         there = {x.key for x in await presence.answering(others)}
         for member in others:
-            if member.key not in there and member.key not in book.struck:
-                self._strike(book, member, presence.liveness.why(member.key))
+            if member.key not in there and member.key not in book.excluded:
+                self._exclude(book, member, presence.liveness.why(member.key))
 
     async def _on_gather(self, message: m.Gather, frame: Frame, progress: Progress) -> m.Gathered:
         member = self._member
         member.require_stage(message.stage)
         if not any(x.key == member.me.key for x in message.members):
             raise Refuse("not_member", "another incarnation of this peer was meant")
-        member.accept_ballot(message.term.ballot)
+        member.accept_ballot(message.attempt.ballot)
         member.step_state(message.step)
         known = self._books.get(message.step)
-        if known is not None and message.term.order < known.term.order:
-            raise Refuse("wrong_state", f"term {known.term.order} has begun")
-        struck = {x.key: x for x in message.struck}
+        if known is not None and message.attempt.order < known.attempt.order:
+            raise Refuse("wrong_state", f"attempt {known.attempt.order} has begun")
+        excluded = {x.key: x for x in message.excluded}
         if known is not None:
-            struck |= known.struck  # struck for the whole step
-        book = ClaimBook(message.step, message.term, message.members)
-        book.struck |= struck
+            excluded |= known.excluded  # excluded for the whole step
+        book = ClaimBook(message.step, message.attempt, message.members)
+        book.excluded |= excluded
         book.is_collected = False
         self._books[message.step] = book
         self.shares.keep(message.members)
         self._auxiliaries.ask(message)
-        asked = [x for x in message.members if x.key not in book.struck]
+        asked = [x for x in message.members if x.key not in book.excluded]
         replies = [r for r in await together(*(self._collect(message, book, x, progress) for x in asked)) if r is not None]
         seals = [reply.seal for reply in replies]
         if self._books.get(message.step) is not book:
-            raise Refuse("wrong_state", "a newer term began")
+            raise Refuse("wrong_state", "a newer attempt began")
         self._compare(book, seals)
-        seals = [s for s in seals if s.member.key not in book.struck]
+        seals = [s for s in seals if s.member.key not in book.excluded]
         book.load(seals)
         self._collected.set()
         self._collected = asyncio.Event()
         return m.Gathered(
-            seals=tuple(s for s in seals if s.member.key not in book.struck), struck=tuple(book.struck.values()),
+            seals=tuple(s for s in seals if s.member.key not in book.excluded), excluded=tuple(book.excluded.values()),
             loads=tuple(reply.load for reply in replies if reply.load is not None),
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ class StageLeader:
         self, message: m.Gather, book: ClaimBook, target: m.Member, progress: Progress
     ) -> m.Collected | None:
         request = m.Collect(
-            run=message.run, stage=message.stage, step=message.step, term=message.term, freeze=message.freeze,
+            run=message.run, stage=message.stage, step=message.step, attempt=message.attempt, freeze=message.freeze,
             leader=self._member.me,
         )  # fmt: skip
         try:
@@ -173,36 +173,36 @@ class StageLeader:
                 self.shares.heard(reply)
                 return reply
             error = RemoteError("another incarnation answers there")
-        book.strike(target)
-        logger.info("step %d: %s struck: %s", message.step, target.peer[:8], error)
+        book.exclude(target)
+        logger.info("step %d: %s excluded: %s", message.step, target.peer[:8], error)
         return None
 
     def _compare(self, book: ClaimBook, seals: list[m.Seal]) -> None:
-        """A replica whose state differs from its peers' must not contribute: it is struck and will resynchronise."""
-        digests = [s.state_digest for s in seals if s.state_digest and s.head == self._member.versions.newest.head]
+        """A replica whose state differs from its peers' must not contribute: it is excluded and will resynchronise."""
+        digests = [s.state_digest for s in seals if s.state_digest and s.version_id == self._member.versions.newest.version_id]
         if len(set(digests)) < 2:
             return
         mine = self._member.state_digest
         most, count = Counter(digests).most_common(1)[0]
         agreed = most if count * 2 > len(digests) or not mine else mine
         for seal in seals:
-            if seal.state_digest and seal.head == self._member.versions.newest.head and seal.state_digest != agreed:
-                logger.error("step %d: state of %s differs from its peers'; struck", book.step, seal.member.peer[:8])
-                book.strike(seal.member)
+            if seal.state_digest and seal.version_id == self._member.versions.newest.version_id and seal.state_digest != agreed:
+                logger.error("step %d: state of %s differs from its peers'; excluded", book.step, seal.member.peer[:8])
+                book.exclude(seal.member)
 
-    async def _on_average(self, message: m.Average, frame: Frame, progress: Progress) -> m.Averaged:
+    async def _on_average(self, message: m.AllReduce, frame: Frame, progress: Progress) -> m.AllReduced:
         self._member.require_stage(message.stage)
-        self._member.accept_ballot(message.term.ballot)
+        self._member.accept_ballot(message.attempt.ballot)
         progress.follow(lambda: self._member.background.finished)
         targets = [seal.member for seal in message.seals]
-        offers = await self._auxiliaries.offers(message.term)
+        offers = await self._auxiliaries.offers(message.attempt)
         shares, helpers = self.shares.of(
             message.seals, self._member.compute.layout.num_elements, offers, most=self._member.config.auxiliaries,
             why_none=self._auxiliaries.why_none,
         )  # fmt: skip
         request = m.Reduce(
-            run=message.run, stage=message.stage, step=message.step, term=message.term, seals=message.seals, shares=shares,
-            num_chunks=num_chunks_of(None if helpers else self._round_s), terms=message.terms, auxiliaries=helpers,
+            run=message.run, stage=message.stage, step=message.step, attempt=message.attempt, seals=message.seals, shares=shares,
+            num_chunks=num_chunks_of(None if helpers else self._round_s), attempts=message.attempts, auxiliaries=helpers,
         )  # fmt: skip
         began = asyncio.get_running_loop().time()
         replies = await self._reduce_all(request, targets, progress)
@@ -214,8 +214,8 @@ class StageLeader:
         tied: m.TiedDigests = ()
         for target, reply in zip((*targets, *helpers), replies, strict=True):
             if isinstance(reply, m.Reduced):
-                if reply.average_digest and target not in helpers:
-                    holders.setdefault(reply.average_digest, []).append(target)
+                if reply.sum_digest and target not in helpers:
+                    holders.setdefault(reply.sum_digest, []).append(target)
                     squares, tied = reply.sum_squares, reply.tied
                 suspects.update(x.key for x in reply.suspects)
                 if reply.reason:
@@ -235,11 +235,11 @@ class StageLeader:
         for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, everyone_holds=everyone_holds)
         if len(holders) == 1 and not for_their_sake:
             digest, who = next(iter(holders.items()))
-            result = stage_result(message.term, message.seals, digest, squares, tuple(who), tied=tied)
-            return m.Averaged(result=result, reason="; ".join(reasons)[:2000])
+            result = stage_result(message.attempt, message.seals, digest, squares, tuple(who), tied=tied)
+            return m.AllReduced(result=result, reason="; ".join(reasons)[:2000])
         ordered = [x for x in targets if x.key in suspects and not for_their_sake]
         ordered.sort(key=lambda x: -suspects[x.key])
-        return m.Averaged(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
+        return m.AllReduced(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
 
     async def _reduce_all(
         self, request: m.Reduce, members: list[m.Member], progress: Progress

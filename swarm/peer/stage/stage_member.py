@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from swarm.averaging.all_reduce import Average
+from swarm.averaging.all_reduce import StageSum
 from swarm.averaging.local_updates import LocalAccumulator
 from swarm.averaging.reduction import RoundFailed
 from swarm.base.ids import ZERO_BALLOT, Ballot, Ticket
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
-from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.link_meters import LinkMeters
+from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.step_state import StepState
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
@@ -60,7 +60,7 @@ class StageMember(CommittedState):
     def members_for(self, step: int) -> tuple[m.Member, ...]:
         """Members of this stage for `step`: those of the record that its version came from, or nobody if that is gone.
 
-        Two peers never differ here, so at the zero term there is one leader.
+        Two peers never differ here, so at the zero attempt there is one leader.
         """
         version = self.versions.at(self.config.base_step(step))
         return version.record.members[self.stage] if version is not None else ()
@@ -131,27 +131,27 @@ class StageMember(CommittedState):
 
     async def _on_collect(self, message: m.Collect, frame: Frame, progress: Progress) -> m.Collected:
         self.require_stage(message.stage)
-        self.accept_ballot(message.term.ballot)
+        self.accept_ballot(message.attempt.ballot)
         state = self.step_state(message.step)
         ledger = state.accumulator.ledger
 
         def job() -> m.Seal:
-            if message.term.order < ledger.term.order:
-                raise Refuse("wrong_state", f"term {message.term.order} is below {ledger.term.order}")
+            if message.attempt.order < ledger.attempt.order:
+                raise Refuse("wrong_state", f"attempt {message.attempt.order} is below {ledger.attempt.order}")
             # What is frozen is taken now: when the round begins, this thread may have a long job of the next step.
             if message.freeze:
-                state.accumulator.freeze(message.term)
+                state.accumulator.freeze(message.attempt)
                 state.contribution = state.accumulator.contribution()
             else:
                 state.accumulator.settle()
-                ledger.collect(message.term, freeze=False)
+                ledger.collect(message.attempt, freeze=False)
                 state.contribution = None
-            head = self.versions.newest.head
-            return ledger.seal(self.me, head, self._digest_at(head), self.saved)
+            version_id = self.versions.newest.version_id
+            return ledger.seal(self.me, version_id, self._digest_at(version_id), self.saved)
 
         seal = await self._run(job, progress, "seal")
         state.leader = message.leader
-        if state.round is not None and state.round.term.order != message.term.order:
+        if state.round is not None and state.round.attempt.order != message.attempt.order:
             state.round.fail(RoundFailed("a newer attempt began"))
             state.round = None
         if state.average is not None:
@@ -198,12 +198,12 @@ class StageMember(CommittedState):
             for step, state in sorted(self.steps.items())
             if state.average is not None and state.accumulator.ledger.state == "prepared"
         ]
-        highest = max((s.accumulator.ledger.term for s in self.steps.values()), key=lambda t: t.order, default=m.Term())
+        highest = max((s.accumulator.ledger.attempt for s in self.steps.values()), key=lambda t: t.order, default=m.Attempt())
         return m.Elected(
-            stage=self.stage, member=self.me, record=self.record, term=highest, prepared=tuple(prepared)
+            stage=self.stage, member=self.me, record=self.record, attempt=highest, prepared=tuple(prepared)
         )
 
-    def _prepared_result(self, average: Average) -> m.StageResult:
+    def _prepared_result(self, average: StageSum) -> m.StageResult:
         return stage_result(
-            average.term, average.seals, average.digest, average.sum_squares, (self.me,), tied=average.tied
+            average.attempt, average.seals, average.digest, average.sum_squares, (self.me,), tied=average.tied
         )

@@ -10,26 +10,26 @@ from dataclasses import dataclass
 from swarm.base.errors import StorageError, SwarmError
 from swarm.base.ids import Ticket
 from swarm.lifecycle.order import is_stopped
-from swarm.peer.stage.checkpoints import Checkpoints
-from swarm.peer.stage.claims_client import ClaimsClient
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
+from swarm.peer.run_info import RunInfoServer
+from swarm.peer.stage.checkpoints import Checkpoints
+from swarm.peer.stage.claims_client import ClaimsClient
 from swarm.peer.stage.load import LoadMeter
 from swarm.peer.stage.membership import Membership
 from swarm.peer.stage.micro_batches import MicroBatchServer
 from swarm.peer.stage.restore import OnChecked, RestorePoints
 from swarm.peer.stage.rounds import Rounds
-from swarm.peer.run_info import RunInfoServer
 from swarm.peer.stage.stage_leader import StageLeader
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.state_transfer import StateDonor
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
 from swarm.stage.executor import Priority, Threads
-from swarm.stage.memory_plan import queued_averages
+from swarm.stage.memory_budget import MemoryBudget
+from swarm.stage.memory_plan import queued_sums
 from swarm.stage.module import StageFactory, ties_of
 from swarm.stage.optimizer import moments_for
-from swarm.stage.memory_budget import MemoryBudget
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class StagePeer:
             offload=self._machine.offload_optimizer,
         )  # fmt: skip
         self.member = StageMember(self.link, stage, compute, moments, self._threads, self._tasks)
-        self.member.max_queued = queued_averages(
+        self.member.max_queued = queued_sums(
             compute.layout.num_elements, self.context.config, self._budget.limit_bytes
         )
         self.member.on_commit.append(self._note_end)
@@ -154,7 +154,7 @@ class StagePeer:
         member, served = self.member, self.micro_batches
         return m.StatusReply(
             role="stage", member=self.context.member(), step=member.num_commits,
-            head=(member.record and member.held_head) or "", state=self.membership.state,
+            version_id=(member.record and member.held_head) or "", state=self.membership.state,
             detail={
                 "stage": self.stage, "total_steps": self.context.config.total_steps,
                 "waiting_for": self.membership.waiting_for[:200],

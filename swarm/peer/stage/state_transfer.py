@@ -105,7 +105,7 @@ class StateDonor:
         member.require_stage(message.stage)
         if message.release is not None:
             pin = self._pinned()
-            if pin is not None and pin.manifest.record.head == message.release:
+            if pin is not None and pin.manifest.record.version_id == message.release:
                 pin.readers.pop(reader, None)
                 self._pinned()
             return m.Ack()
@@ -159,7 +159,7 @@ class StateDonor:
     async def _on_range(self, message: m.StateRange, frame: Frame, progress: Progress) -> Frame:
         self._member.require_stage(message.stage)
         pin, reader = self._pinned(), message.reader or progress.remote
-        if pin is None or pin.manifest.record.head != message.head or reader not in pin.readers:
+        if pin is None or pin.manifest.record.version_id != message.version_id or reader not in pin.readers:
             raise Refuse("unknown", "no such snapshot is pinned here for this peer")
         pin.readers[reader] = self._now
         if message.name not in pin.tensors:
@@ -240,7 +240,7 @@ class _Incoming:
 
     async def _fetch(self, donor: m.Member, name: str, offset: int) -> None:
         ask = m.StateRange(
-            run=self._link.context.run, stage=self._member.stage, head=self.manifest.record.head, name=name,
+            run=self._link.context.run, stage=self._member.stage, version_id=self.manifest.record.version_id, name=name,
             offset=offset, length=RANGE_ELEMENTS, reader=self._link.context.incarnation,
         )  # fmt: skip
         stall_s = self._link.context.config.timing.stall_s
@@ -317,9 +317,9 @@ async def _from_offers(
     link: Link, member: StageMember, given: list[tuple[m.Member, m.StateManifest]], reasons: list[str]
 ) -> StageState | None:
     """The newest of the offered snapshots, or None; then `reasons` grows by what each donor answered."""
-    newest = max((manifest for _, manifest in given), key=lambda x: (x.record.era, x.record.step, x.record.head))
+    newest = max((manifest for _, manifest in given), key=lambda x: (x.record.era, x.record.step, x.record.version_id))
     incoming = _Incoming(link, member, newest)
-    sources = [d for d, x in given if (x.record.head, x.entries) == (newest.record.head, newest.entries)]
+    sources = [d for d, x in given if (x.record.version_id, x.entries) == (newest.record.version_id, newest.entries)]
 
     async def fetch(donor: m.Member) -> None:
         try:
@@ -349,7 +349,7 @@ async def _from_offers(
 async def _let_go(link: Link, member: StageMember, donor: m.Member, manifest: m.StateManifest) -> None:
     """Tell `donor` that its snapshot is not needed any more; else it turns other newcomers away for a while."""
     release = m.StateOffer(
-        run=link.context.run, stage=member.stage, release=manifest.record.head, reader=link.context.incarnation
+        run=link.context.run, stage=member.stage, release=manifest.record.version_id, reader=link.context.incarnation
     )
     with contextlib.suppress(LinkError, RemoteError, TimeoutError):
         async with asyncio.timeout(link.context.config.timing.heartbeat_s):  # a donor that is gone is not waited for

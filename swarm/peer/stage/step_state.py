@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.averaging.all_reduce import Average, Round
+from swarm.averaging.all_reduce import Round, StageSum
 from swarm.base.errors import LinkError
 from swarm.net.transport import Progress
 from swarm.stage.accumulator import Accumulator
@@ -18,7 +18,7 @@ from swarm.wire import messages as m
 class OwnSums:
     """This stage's sums of parameters of which other stages hold copies, by name of the tie, in one attempt."""
 
-    term: m.Term
+    attempt: m.Attempt
     parts: dict[str, torch.Tensor]
 
 
@@ -52,9 +52,9 @@ class StepState:
     #: What was sealed, on its device; taken by the round of the same attempt.
     contribution: torch.Tensor | None = None
     round: Round | None = None
-    average: Average | None = None
+    average: StageSum | None = None
     #: The last average that a newer attempt replaced: a record that was decided on it may yet arrive.
-    overtaken: Average | None = None
+    overtaken: StageSum | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     #: Counts the bytes of slices that this member sends and gets back.
     exchanged: Progress = field(default_factory=Progress)
@@ -70,6 +70,6 @@ class StepState:
         progress.follow(lambda: round_.num_parts)
         progress.follow(lambda: self.exchanged.num_bytes)
 
-    def held_average(self, digest: str) -> Average | None:
+    def held_sum(self, digest: str) -> StageSum | None:
         """The average with this digest, if this member holds it."""
         return next((x for x in (self.average, self.overtaken) if x is not None and x.digest == digest), None)

@@ -65,7 +65,7 @@ class TiedSums:
         Raises:
             RoundFailed: if another stage's sums could not be had.
         """
-        state.own_sums = OwnSums(message.term, self._ranges.own(flat))
+        state.own_sums = OwnSums(message.attempt, self._ranges.own(flat))
         state.changed.set()
         wanted = [(r, stage) for r in self._ranges.ranges for stage in r.stages if stage != self._member.stage]
         parts = {(r.name, stage): await self._fetch(message, state, r, stage) for r, stage in wanted}
@@ -73,7 +73,7 @@ class TiedSums:
 
     async def _fetch(self, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int) -> torch.Tensor:
         """The sum of one tied parameter at another stage, from whichever of its members gives it."""
-        if stage >= len(message.terms) or self._member.record is None:
+        if stage >= len(message.attempts) or self._member.record is None:
             raise RoundFailed(f"the coordinator did not say what stage {stage} averages: tied parameters need it")
         holders = [x for x in self._member.record.members[stage] if x.ready]
         mine = self._member.me.key
@@ -94,11 +94,11 @@ class TiedSums:
         flat = torch.empty(total, dtype=self._member.compute.master_dtype)
         for offset in range(0, total, CHUNK_ELEMENTS):
             request = m.FetchTied(
-                run=message.run, stage=stage, step=message.step, term=message.terms[stage], name=wanted.name,
+                run=message.run, stage=stage, step=message.step, attempt=message.attempts[stage], name=wanted.name,
                 offset=offset, length=CHUNK_ELEMENTS,
             )  # fmt: skip
             reply, frame = await self._link.ask(
-                holder, request, m.AverageCopy, stall_s=self._member.config.timing.stall_s, progress=state.from_others
+                holder, request, m.SumCopy, stall_s=self._member.config.timing.stall_s, progress=state.from_others
             )
             part = decode_tensor(*frame.only_tensor())
             if part.dtype != flat.dtype or reply.total != total or part.shape != flat[offset : offset + CHUNK_ELEMENTS].shape:
@@ -117,17 +117,17 @@ class TiedSums:
         if total is None:
             raise Refuse("unknown", f"this stage holds no copy of {message.name}")
         spec, buffer = encode_tensor("sum", part_of(total, message.offset, message.length), "raw", "state")
-        return Frame(m.AverageCopy(total=total.numel(), tensors=(spec,)), (buffer,))
+        return Frame(m.SumCopy(total=total.numel(), tensors=(spec,)), (buffer,))
 
     async def _own_sums(self, message: m.FetchTied, state: StepState, progress: Progress) -> dict[str, torch.Tensor]:
         """Once this stage's own all-reduce of the attempt has ended here; the caller waits while that advances."""
         ledger = state.accumulator.ledger
         followed: Round | None = None
-        while state.own_sums is None or state.own_sums.term.order != message.term.order:
-            round_ = state.round if state.round is not None and state.round.term.order == message.term.order else None
+        while state.own_sums is None or state.own_sums.attempt.order != message.attempt.order:
+            round_ = state.round if state.round is not None and state.round.attempt.order == message.attempt.order else None
             told = ledger.state == "averaging" or (ledger.state == "frozen" and round_ is None)
-            if ledger.term.order != message.term.order or not told:
-                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.term.order}")
+            if ledger.attempt.order != message.attempt.order or not told:
+                raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.attempt.order}")
             if round_ is not None and round_ is not followed:
                 state.follow(progress, round_)
                 progress.follow(lambda: self._member.background.finished)

@@ -8,8 +8,8 @@ import logging
 from swarm.base.errors import LinkError, RemoteError, RemoteRefused
 from swarm.base.ids import Ticket
 from swarm.peer.link import Link, together
-from swarm.peer.trainer.route_trips import Passes
 from swarm.peer.trainer.reports import BatchLike, Evaluation, FeedLike, payload_of
+from swarm.peer.trainer.route_trips import RouteTrips
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -21,13 +21,13 @@ MAX_TRIES = 20
 class Evaluator:
     """One trainer's."""
 
-    def __init__(self, link: Link, passes: Passes, feed: FeedLike) -> None:
+    def __init__(self, link: Link, route_trips: RouteTrips, feed: FeedLike) -> None:
         self._link = link
-        self._passes = passes
+        self._route_trips = route_trips
         self._feed = feed
 
     async def evaluate(self, record: m.CommitRecord) -> Evaluation | None:
-        """At `record.head`; tells the members, which keep their best checkpoint. None if it failed or there is no data."""
+        """At `record.version_id`; tells the members, which keep their best checkpoint. None if it failed or there is no data."""
         limit = asyncio.Semaphore(2 * self._link.context.config.num_stages)
 
         async def one(number: int, batch: BatchLike) -> tuple[float, int]:
@@ -35,7 +35,7 @@ class Evaluator:
             async with limit:
                 for attempt in range(MAX_TRIES):
                     try:
-                        trained = await self._passes.evaluate(Ticket(record.step + 1, number), record.head, tensors, buffers)
+                        trained = await self._route_trips.evaluate(Ticket(record.step + 1, number), record.version_id, tensors, buffers)
                         return trained.loss_sum, trained.tokens
                     except (LinkError, RemoteError) as error:
                         if isinstance(error, RemoteRefused) and error.code == "failed_everywhere":
@@ -52,14 +52,14 @@ class Evaluator:
         loss_sum, tokens = sum(p[0] for p in parts), sum(p[1] for p in parts)
         if not tokens:
             return None
-        evaluation = Evaluation(record.step + 1, record.head, loss_sum / tokens, tokens)
+        evaluation = Evaluation(record.step + 1, record.version_id, loss_sum / tokens, tokens)
         await self._tell_members(record, evaluation)
         return evaluation
 
     async def _tell_members(self, record: m.CommitRecord, evaluation: Evaluation) -> None:
         """Whoever does not hear it keeps what it has."""
         told = m.Evaluated(
-            run=self._link.context.run, step=evaluation.step, head=evaluation.head, loss=evaluation.loss
+            run=self._link.context.run, step=evaluation.step, version_id=evaluation.version_id, loss=evaluation.loss
         )
 
         async def tell(member: m.Member) -> None:

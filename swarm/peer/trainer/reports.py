@@ -77,7 +77,7 @@ class StepReport:
         record = self.record
         return {
             "step": record.step + 1,
-            "head": record.head,
+            "head": record.version_id,
             "loss": record.loss,
             "tokens": record.tokens,
             "tokens_per_s": record.tokens / self.seconds if self.seconds > 0 else 0.0,
@@ -100,13 +100,13 @@ class TicketReport:
 
     run: str
     ticket: Ticket
-    head: str
+    version_id: str
     trained: m.Trained
 
     def json_line(self) -> dict[str, Any]:
         """`step` counts from 1, as in the metrics of steps."""
         return {
-            "step": self.ticket.step + 1, "index": self.ticket.index, "run": self.run, "head": self.head,
+            "step": self.ticket.step + 1, "index": self.ticket.index, "run": self.run, "head": self.version_id,
             "loss_sum": self.trained.loss_sum, "tokens": self.trained.tokens,
             "stages": [
                 {"peer": hop.peer, "computed_on": hop.computed_on,
@@ -120,7 +120,7 @@ class Evaluation:
     """Mean loss in nats per token on the held-out samples, at the head after `step` commits."""
 
     step: int
-    head: str
+    version_id: str
     loss: float
     tokens: int
 

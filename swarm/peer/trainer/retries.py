@@ -15,8 +15,8 @@ from swarm.base.ids import Ticket
 from swarm.lifecycle.record import is_replayable
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Refuse
-from swarm.peer.trainer.route_trips import Passes
 from swarm.peer.trainer.reports import FeedLike, TicketReport, payload_of
+from swarm.peer.trainer.route_trips import RouteTrips
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class TicketFailed(SwarmError):
     """A ticket cannot be computed by anyone: model or data are at fault, and the run would never end."""
 
 
-class Tries:
+class TicketRetries:
     """One trainer's.
 
     Args:
@@ -41,13 +41,13 @@ class Tries:
     """
 
     def __init__(
-        self, context: PeerContext, feed: FeedLike, passes: Passes, record: Callable[[], m.CommitRecord | None],
+        self, context: PeerContext, feed: FeedLike, route_trips: RouteTrips, record: Callable[[], m.CommitRecord | None],
         on_ticket: Callable[[TicketReport], None] | None,
     ) -> None:  # fmt: skip
         self._context = context
         self._config = context.config
         self._feed = feed
-        self._passes = passes
+        self._route_trips = route_trips
         self._record = record
         self._on_ticket = on_ticket
         #: Peers that found a ticket's numbers not finite: others are asked for a second opinion.
@@ -74,10 +74,10 @@ class Tries:
         while True:
             try:
                 avoid = self.avoid.get(ticket, frozenset()) | self._movers_before(ticket.step)
-                head = self._head_for(ticket.step)
+                version_id = self._head_for(ticket.step)
                 is_recorded = self._on_ticket is not None and is_replayable(self._config, ticket.step)
-                trained, again = await self._passes.train(
-                    ticket, head, tensors, buffers, downstream, avoid, with_norms=is_recorded
+                trained, again = await self._route_trips.train(
+                    ticket, version_id, tensors, buffers, downstream, avoid, with_norms=is_recorded
                 )
                 self.num_retries += again
                 if trained.overflow and ticket not in self.avoid:
@@ -89,7 +89,7 @@ class Tries:
                     self.num_retries += 1
                     continue
                 if self._on_ticket is not None and is_recorded:
-                    self._on_ticket(TicketReport(self._context.run, ticket, head, trained))
+                    self._on_ticket(TicketReport(self._context.run, ticket, version_id, trained))
                 return all(hop.accumulated for hop in trained.hops)
             except RemoteRefused as refused:
                 if refused.code in ("ahead", "stale"):
@@ -122,7 +122,7 @@ class Tries:
         assert record is not None
         base = self._config.base_step(step)
         if record.step + 1 == base:
-            return record.head
+            return record.version_id
         if record.step == base:
-            return record.previous_head
+            return record.previous_version_id
         raise Refuse("ahead", f"step {step} builds on {base} commits, the newest record has {record.step + 1}")

@@ -22,7 +22,7 @@ from swarm.wire.framing import Buffer
 Specs = tuple[m.TensorSpec, ...]
 
 
-class Passes:
+class RouteTrips:
     """One trainer's."""
 
     def __init__(self, link: Link, wiring: Wiring) -> None:
@@ -36,7 +36,7 @@ class Passes:
         return taken
 
     async def train(
-        self, ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer], downstream: dict[int, str],
+        self, ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer], downstream: dict[int, str],
         avoid: frozenset[str], *, with_norms: bool = False,
     ) -> tuple[m.Trained, int]:  # fmt: skip
         """Forward and backward.
@@ -54,22 +54,22 @@ class Passes:
         Raises:
             RemoteError: nobody could take it; of stage 0 the wiring knows who failed.
         """
-        route, result = await self._one("train", ticket, head, tensors, buffers, downstream, avoid, with_norms or None)
+        route, result = await self._one("train", ticket, version_id, tensors, buffers, downstream, avoid, with_norms or None)
         self.wiring.observe(route, result.trained.hops, _num_samples(tensors))
         self._round_trips.add(result.seconds, result.trained.hops)
         return result.trained, len(result.failed) + sum(len(hop.failed) for hop in result.trained.hops)
 
-    async def evaluate(self, ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer]) -> m.Trained:
+    async def evaluate(self, ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer]) -> m.Trained:
         """Forward only; the routers are not told how long that took.
 
         Raises:
             RemoteError: as `train`.
         """
-        _, result = await self._one("eval", ticket, head, tensors, buffers, {}, frozenset())
+        _, result = await self._one("eval", ticket, version_id, tensors, buffers, {}, frozenset())
         return result.trained
 
     async def _one(
-        self, mode: Literal["train", "eval"], ticket: Ticket, head: str, tensors: Specs, buffers: Sequence[Buffer],
+        self, mode: Literal["train", "eval"], ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer],
         downstream: dict[int, str], avoid: frozenset[str], with_norms: bool | None = None,
     ) -> tuple[m.Route, HopResult]:  # fmt: skip
         loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class Passes:
             if self.wiring.is_outdated(remaining):
                 raise RemoteError("peers have gone since the route was made")
             return m.Train(
-                run=context.run, mode=mode, ticket=ticket, head=head, stage=0, route=remaining, tensors=tensors,
+                run=context.run, mode=mode, ticket=ticket, version_id=version_id, stage=0, route=remaining, tensors=tensors,
                 with_norms=with_norms,
             )  # fmt: skip
 

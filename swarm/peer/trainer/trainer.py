@@ -15,17 +15,17 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
-from swarm.peer.trainer.evaluation import Evaluator
-from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
-from swarm.peer.trainer.route_trips import Passes
-from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, TicketReport
-from swarm.peer.run_info import RunInfoServer
-from swarm.peer.coordinator.election import Seat
-from swarm.peer.trainer.retries import Tries
+from swarm.peer.coordinator.election import Election
 from swarm.peer.coordinator.vigil import STATE
-from swarm.peer.waiting import USUAL_WAITS, Lasting
+from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
+from swarm.peer.run_info import RunInfoServer
+from swarm.peer.trainer.evaluation import Evaluator
+from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, TicketReport
+from swarm.peer.trainer.retries import TicketRetries
+from swarm.peer.trainer.route_trips import RouteTrips
 from swarm.peer.trainer.whereabouts import AWAITED, MOST_S, TOLD_AFTER_S, whereabouts
 from swarm.peer.trainer.wiring import Wiring
+from swarm.peer.waiting import USUAL_WAITS, Lasting
 from swarm.policy.in_flight import InFlightControl
 from swarm.policy.routing import StageRouter
 from swarm.wire import messages as m
@@ -71,15 +71,15 @@ class Trainer:
         self._on_waiting = on_waiting
         self._tasks = Tasks()
         self.link = Link(context)
-        self.seat = Seat(self.link, self._tasks, rank=1)
+        self.election = Election(self.link, self._tasks, rank=1)
         RunInfoServer(
-            self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.seat.known
+            self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known
         )
         ban_s = self.config.timing.record_ttl_s
         wiring = Wiring(self.config.num_stages, context.rng, self.link.presence, max_ban_s=ban_s, router=router)
-        self._passes = Passes(self.link, wiring)
-        self.tries = Tries(context, feed, self._passes, lambda: self.record, on_ticket)
-        self._evaluator = Evaluator(self.link, self._passes, feed)
+        self._route_trips = RouteTrips(self.link, wiring)
+        self.retries = TicketRetries(context, feed, self._route_trips, lambda: self.record, on_ticket)
+        self._evaluator = Evaluator(self.link, self._route_trips, feed)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
         start = min(highest, in_flight or 3 * self.config.num_stages)
         self._control = InFlightControl(start, highest=highest)
@@ -113,14 +113,14 @@ class Trainer:
         await self.context.dht.start(self.context.bootstrap)
         self._last_commit_at = asyncio.get_running_loop().time()
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
-        self._tasks.start(self.seat.run(), "seat", vital=True)
+        self._tasks.start(self.election.run(), "seat", vital=True)
         self._tasks.start(self._poll_loop(), "lease", vital=True)
         self._tasks.start(self._report_loop(), "report", vital=True)
         self._tasks.start(self._tell_what_is_waited_for(), "waiting", vital=True)
 
     def stop(self) -> None:
         """Hand back what is leased and end `run`."""
-        self._stopping = self.tries.stopping = True
+        self._stopping = self.retries.stopping = True
         self._ended.set()
 
     async def run(self) -> None:
@@ -133,7 +133,7 @@ class Trainer:
         await self._tasks.until(self._ended)
         if self._num_faulty >= MAX_FAULTY_STEPS:
             raise StepsFailed(self._what_failed())
-        if self.seat.coordinator is not None and self.finished:
+        if self.election.coordinator is not None and self.finished:
             await asyncio.sleep(self.config.timing.coordinator_s)  # others still ask this peer whether all is done
 
     def _what_failed(self) -> str:
@@ -159,12 +159,12 @@ class Trainer:
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         if self._ended.is_set():
-            self._stopping = self.tries.stopping = True
+            self._stopping = self.retries.stopping = True
             self._reserve.clear()
             while self._running and loop.time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            await self.seat.retire(until)
-        if self.seat.known is not None and not self.finished:
+            await self.election.retire(until)
+        if self.election.known is not None and not self.finished:
             try:
                 async with asyncio.timeout(self.config.timing.connect_s):
                     await self._lease(leaving=True)
@@ -175,18 +175,18 @@ class Trainer:
         await self.context.transport.close()
 
     def _status(self) -> m.StatusReply:
-        coordinator = self.seat.coordinator
+        coordinator = self.election.coordinator
         detail: dict[str, str | int | float | bool] = {
-            "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.tries.num_retries,
-            "waiting_for": (self.seat.waiting_for or self.waiting_for)[:200], "coordinator": coordinator is not None,
+            "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.retries.num_retries,
+            "waiting_for": (self.election.waiting_for or self.waiting_for)[:200], "coordinator": coordinator is not None,
             "total_steps": self.context.config.total_steps,
         }  # fmt: skip
         return m.StatusReply(
             role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else -1,
-            head=self.record.head if self.record else "",
-            state="finished" if self.finished else STATE if self.seat.vigil is not None else "training",
+            version_id=self.record.version_id if self.record else "",
+            state="finished" if self.finished else STATE if self.election.vigil is not None else "training",
             detail=detail, stages=self.record.members if self.record else (),
-            ballot=self.seat.ballot,
+            ballot=self.election.ballot,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ leases
@@ -196,7 +196,7 @@ class Trainer:
         return self._fixed or self._control.limit
 
     async def _lease(self, *, want: int = 0, leaving: bool = False) -> m.Leased:
-        coordinator = self.seat.known
+        coordinator = self.election.known
         if coordinator is None:
             raise LinkError("no coordinator is known")
         done = dict(self._done)
@@ -205,9 +205,9 @@ class Trainer:
             run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
             known_step=self.record.step if self.record is not None else -2,
             known_era=self.record.era if self.record is not None else 0,
-            known_head=self.record.head if self.record is not None else "",
+            known_version_id=self.record.version_id if self.record is not None else "",
             known_ballot=self.record.ballot if self.record is not None else ZERO_BALLOT, done=tuple(done.items()),
-            holding=(*self._running, *self._reserve), want=want, retries=self.tries.num_retries, evaluated=evaluated,
+            holding=(*self._running, *self._reserve), want=want, retries=self.retries.num_retries, evaluated=evaluated,
             leaving=leaving,
         )  # fmt: skip
         timing = self.config.timing
@@ -238,9 +238,9 @@ class Trainer:
                 await self._pause(error)
                 continue
             self.waiting_for = leased.waiting_for
-            self.tries.num_retries += leased.again
+            self.retries.num_retries += leased.again
             record = self.record
-            self.tries.avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
+            self.retries.avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
             if record is not None and not self._stopping:
                 self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
             self._start_tickets()
@@ -264,10 +264,10 @@ class Trainer:
 
     async def _pause(self, error: Exception) -> None:
         self.waiting_for = f"a coordinator ({error})"
-        self.seat.changed.clear()
+        self.election.changed.clear()
         try:
             async with asyncio.timeout(0.2):
-                await self.seat.changed.wait()
+                await self.election.changed.wait()
         except TimeoutError:
             return
 
@@ -312,7 +312,7 @@ class Trainer:
 
     async def _hear(self) -> str:
         """What the run waits for. Whose tickets are all stuck asks for no others: this renews them, and brings new records."""
-        coordinator = self.seat.known
+        coordinator = self.election.known
         if coordinator is None:
             return "a coordinator"
         try:
@@ -323,7 +323,7 @@ class Trainer:
     def _begin_after(self, records: list[m.CommitRecord]) -> None:
         """What had committed before this trainer came is history: told as such, of the newest as what the run goes on from."""
         self.record = newest = records[-1]
-        self._passes.wiring.set_record(newest)
+        self._route_trips.wiring.set_record(newest)
         self._first_step = newest.step + 1
         self._last_commit_at = asyncio.get_running_loop().time()
         for record in records:
@@ -340,7 +340,7 @@ class Trainer:
             if not record.newer_than(known):
                 continue
             self.record = record
-            self._passes.wiring.set_record(record)
+            self._route_trips.wiring.set_record(record)
             if record.relists(known):
                 continue
             set_back = known is not None and (record.era > known.era or record.step <= known.step)
@@ -354,10 +354,10 @@ class Trainer:
                 self._num_faulty = 0
             elif record.step >= 0:
                 now = loop.time()
-                retries, round_trips = self.tries.num_retries, self._passes.taken_round_trips()
+                retries, round_trips = self.retries.num_retries, self._route_trips.taken_round_trips()
                 self._step_s = now - self._last_commit_at
                 self._on_step(StepReport(record, self._step_s, retries, round_trips))
-                self._last_commit_at, self.tries.num_retries, self._gave_up = now, 0, False
+                self._last_commit_at, self.retries.num_retries, self._gave_up = now, 0, False
                 self._num_faulty = self._num_faulty + 1 if is_faulty(record) else 0
             else:
                 self._last_commit_at = loop.time()
@@ -375,7 +375,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            accumulated = await self.tries.train(ticket)
+            accumulated = await self.retries.train(ticket)
         except Refuse as refused:
             # While a stage has nobody they are leased and given up again and again.
             logger.log(logging.DEBUG if self._gave_up else logging.WARNING, "ticket %s given up: %s", tuple(ticket), refused)
@@ -387,7 +387,7 @@ class Trainer:
                 self._control.completed(loop.time(), in_flight=len(self._running))
         finally:
             self._running.pop(ticket, None)
-            self.tries.avoid.pop(ticket, None)
+            self.retries.avoid.pop(ticket, None)
             self._start_tickets()
             self._report.set()
             self._wake.set()

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import LARGEST, Accumulator
-from swarm.stage.device import Added, Device, Outgoing, Role, Told, Transfer, Worked, entry_of, unfit
+from swarm.stage.device import Added, Device, DeviceTime, HostNumbers, Outgoing, TensorRole, Transfer, entry_of, unfit
 from swarm.stage.executor import Priority, ThreadExecutor
 from swarm.stage.flat import empty_flat
 from swarm.stage.gpu.kernels import survey
@@ -132,8 +132,8 @@ class CudaDevice(Device):
     def begin(self) -> None:
         self._began = _event_on(self._compute, timed=True)
 
-    def end(self) -> Worked:
-        return _WorkedLater(self._began, _event_on(self._compute, timed=True))
+    def end(self) -> DeviceTime:
+        return _DeviceTimeLater(self._began, _event_on(self._compute, timed=True))
 
     # ------------------------------------------------------------------------------------------------ in
 
@@ -160,8 +160,8 @@ class CudaDevice(Device):
 
     # ------------------------------------------------------------------------------------------------ out
 
-    def send(self, tensors: Tensors, codec: Codec, role: Role) -> Outgoing:
-        parts = [_Part(name, tensor.detach(), codec, role) for name, tensor in tensors.items()]
+    def send(self, tensors: Tensors, codec: Codec, role: TensorRole) -> Outgoing:
+        parts = [_CodedPart(name, tensor.detach(), codec, role) for name, tensor in tensors.items()]
         self._downloads.wait_event(_event_on(self._compute))
         with torch.cuda.stream(self._downloads):
             for part in parts:
@@ -170,13 +170,13 @@ class CudaDevice(Device):
 
     def add(
         self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: Entry | Tensors, with_norm: bool, lent: bool = False,
+        entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
     ) -> Added:  # fmt: skip
         seen = survey(gradients, LARGEST, self._device)
-        known = entry if isinstance(entry, Entry) else None
-        told = [] if isinstance(entry, Entry) else [entry["tokens"], entry["loss_sum"].detach()]
+        known = entry if isinstance(entry, LedgerEntry) else None
+        told = [] if isinstance(entry, LedgerEntry) else [entry["tokens"], entry["loss_sum"].detach()]
         numbers = _DeviceNumbers(*self._download_numbers([seen.is_valid, *told]), known)
-        marked = accumulator.add_unseen(index, numbers, seen.is_valid, gradients, loss_scale=loss_scale, lent=lent)
+        marked = accumulator.add_unseen(index, numbers, seen.is_valid, gradients, loss_scale=loss_scale, borrowed=borrowed)
         norm = seen.norm() if with_norm else None
         return Added(marked=marked, numbers=numbers, norm=norm)
 
@@ -190,8 +190,8 @@ class CudaDevice(Device):
         device.record_stream(self._downloads)
         return host, _event_on(self._downloads)
 
-    def tell(self, numbers: Mapping[str, torch.Tensor]) -> Told:
-        return _ToldLater(tuple(numbers), *self._download_numbers(list(numbers.values()))) if numbers else Told({})
+    def tell(self, numbers: Mapping[str, torch.Tensor]) -> HostNumbers:
+        return _HostNumbersLater(tuple(numbers), *self._download_numbers(list(numbers.values()))) if numbers else HostNumbers({})
 
     async def complete(self, *transfers: Transfer) -> None:
         def wait() -> None:
@@ -204,7 +204,7 @@ class CudaDevice(Device):
         self._waiter.close()
 
 
-class _WorkedLater(Worked):
+class _DeviceTimeLater(DeviceTime):
     def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
         self._began = began
         self._ended = ended
@@ -214,10 +214,10 @@ class _WorkedLater(Worked):
         self.seconds = self._began.elapsed_time(self._ended) / 1e3
 
 
-class _Part:
+class _CodedPart:
     """One tensor on its way out."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, codec: Codec, role: Role) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> None:
         self.spec, self._coded, watched = code_tensor(name, tensor, codec, role)
         self._tensor = tensor
         self._role = role
@@ -247,7 +247,7 @@ class _Part:
 
 
 class _Download(Outgoing):
-    def __init__(self, parts: list[_Part], done: torch.cuda.Event) -> None:
+    def __init__(self, parts: list[_CodedPart], done: torch.cuda.Event) -> None:
         super().__init__([])
         self._parts = parts
         self._done = done
@@ -262,7 +262,7 @@ class _Download(Outgoing):
 class _DeviceNumbers:
     """Read once their event is done."""
 
-    def __init__(self, host: torch.Tensor, done: torch.cuda.Event, known: Entry | None) -> None:
+    def __init__(self, host: torch.Tensor, done: torch.cuda.Event, known: LedgerEntry | None) -> None:
         self._host = host
         self._known = known
         self._done = done
@@ -278,11 +278,11 @@ class _DeviceNumbers:
         return bool(self._host[0])
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> LedgerEntry:
         return self._known or entry_of(*map(float, self._host[1:]))
 
 
-class _ToldLater(Told):
+class _HostNumbersLater(HostNumbers):
     def __init__(self, names: tuple[str, ...], host: torch.Tensor, done: torch.cuda.Event) -> None:
         super().__init__({})
         self._names = names

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from swarm.stage.module import Tensors
 from swarm.stage.memory_budget import MemoryBudget
+from swarm.stage.module import Tensors
 from swarm.stage.versions import Version
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class Lease:
         """Whether the next micro-batch has to do without one."""
         return self._stage.is_short
 
-    def backward(self, seeds: Tensors) -> tuple[Tensors, LentGradients]:
+    def backward(self, seeds: Tensors) -> tuple[Tensors, BorrowedGradients]:
         """Start the backward.
 
         Args:
@@ -239,13 +239,13 @@ class Lease:
         _fill(call.seeds, seeds)
         call.backward.replay()
         inputs = {n: torch.zeros_like(call.inputs[n]) if g is None else g.clone() for n, g in call.input_gradients.items()}
-        return inputs, LentGradients(call.gradients, self)
+        return inputs, BorrowedGradients(call.gradients, self)
 
     def __del__(self) -> None:
         self._stage.free.append(self._call)
 
 
-class LentGradients(list[torch.Tensor | None]):
+class BorrowedGradients(list[torch.Tensor | None]):
     """The gradients in a captured call, which is not free before this is."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], lease: Lease) -> None:
@@ -269,12 +269,12 @@ class _CapturedCall:
         with _recording(self.forward, stage.stream, pool):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
         self.outputs = {name: t.detach() for name, t in outputs.items()}
-        heads = {name: t for name, t in outputs.items() if t.requires_grad}
-        self.seeds = {name: torch.zeros_like(t) for name, t in heads.items()}
+        version_ids = {name: t for name, t in outputs.items() if t.requires_grad}
+        self.seeds = {name: torch.zeros_like(t) for name, t in version_ids.items()}
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
         with _recording(self.backward, stage.stream, pool):
             found = torch.autograd.grad(
-                list(heads.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
+                list(version_ids.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
                 allow_unused=True,
             )  # fmt: skip
         #: By name; None where unused, as in `gradients`. Both stay until this call's next backward.

@@ -14,16 +14,16 @@ import torch
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
-from swarm.lifecycle.record import head_of
-from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
+from swarm.lifecycle.record import version_id_of
 from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES, stage_module
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
 from swarm.stage.moments import FIRST, SECOND, Moments, OptimizerState, numbers_of
 from swarm.stage.optimizer import moments_for
+from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.stage.versions import StageState, make_version
-from swarm.wire.messages import CommitRecord, StageResult, Term
+from swarm.wire.messages import Attempt, CommitRecord, StageResult
 
 
 def step_after(old: RunConfig, new: RunConfig, num_commits: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
         version = make_version(record, layout, masters, PRECISION_DTYPES[new.precision])
         previous = None
         if new.delay_steps:  # the next step's tickets use the version before: here the same parameters under its name
-            before = record.model_copy(update={"step": record.step - 1, "head": record.previous_head, "previous_head": ""})
+            before = record.model_copy(update={"step": record.step - 1, "head": record.previous_version_id, "previous_head": ""})
             previous = make_version(before, layout, masters, PRECISION_DTYPES[new.precision])
         state = StageState(version, optimizer, previous)
         write_checkpoint(out / f"stage-{stage}-0", stage, state, kept, new, config_bytes=new.to_bytes())
@@ -105,13 +105,13 @@ def _first_record(parent: CommitRecord, new: RunConfig, digests: list[str], step
     """A record as if the new run had committed the parent's step: its head is bound to the parent's and to the tensors."""
     results = tuple(
         StageResult(
-            attempt=Term(), average_digest=digest, sum_squares=0.0, num_tickets=new.tickets_per_step, tokens=parent.tokens
+            attempt=Attempt(), sum_digest=digest, sum_squares=0.0, num_tickets=new.tickets_per_step, tokens=parent.tokens
         )
         for digest in digests
     )
     return CommitRecord(
-        run=run_id_of(new.to_bytes()), step=step - 1, head=head_of(parent.head, step - 1, digests, 1.0, parent.skipped),
-        previous_head=parent.head, ballot=ZERO_BALLOT, members=tuple(() for _ in digests), results=results,
+        run=run_id_of(new.to_bytes()), step=step - 1, version_id=version_id_of(parent.version_id, step - 1, digests, 1.0, parent.skipped),
+        previous_version_id=parent.version_id, ballot=ZERO_BALLOT, members=tuple(() for _ in digests), results=results,
         tokens=parent.tokens, loss_sum=parent.loss_sum, grad_norm=parent.grad_norm, learning_rate=parent.learning_rate,
         skipped=parent.skipped, loss_scale=parent.loss_scale, scale_age=parent.scale_age,
     )  # fmt: skip

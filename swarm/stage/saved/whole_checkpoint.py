@@ -80,13 +80,13 @@ def use_complete(
                 logger.warning("%s; taking another copy", error)
         return copies[-1], use(copies[-1])
 
-    heads = _complete(roots, step, best)
-    for stages in heads[:-1]:
+    version_ids = _complete(roots, step, best)
+    for stages in version_ids[:-1]:
         try:
             return [of_any(copies) for copies in stages]
         except StorageError as error:
             logger.warning("%s; step %d is in no other copy; taking another checkpoint", error, stages[0][0].record.step + 1)
-    return [of_any(copies) for copies in heads[-1]]
+    return [of_any(copies) for copies in version_ids[-1]]
 
 
 def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[list[StageCheckpoint]]]:
@@ -96,13 +96,13 @@ def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[
         ConfigError, StorageError: as `find_complete`.
     """
     roots = list(roots)
-    by_head: dict[str, dict[int, list[StageCheckpoint]]] = {}
+    by_version_id: dict[str, dict[int, list[StageCheckpoint]]] = {}
     damaged: list[StorageError] = []
     checkpoints = scan(roots, damaged=damaged)
     require_one_run(checkpoints)
     for checkpoint in checkpoints:
         if (step is None or checkpoint.record.step + 1 == step) and (checkpoint.best_loss is not None or not best):
-            by_head.setdefault(checkpoint.record.head, {}).setdefault(checkpoint.stage, []).append(checkpoint)
+            by_version_id.setdefault(checkpoint.record.version_id, {}).setdefault(checkpoint.stage, []).append(checkpoint)
     complete: list[list[list[StageCheckpoint]]] = []
     missing = ""
 
@@ -110,7 +110,7 @@ def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[
         one = next(iter(stages.values()))[0]
         return (one.best_loss if best and one.best_loss is not None else 0.0, -one.record.step)
 
-    for stages in sorted(by_head.values(), key=order):
+    for stages in sorted(by_version_id.values(), key=order):
         record = next(iter(stages.values()))[0].record
         absent = [k for k in range(len(record.members)) if k not in stages]
         if absent:

@@ -1,7 +1,7 @@
 """What must hold after every turn of the event loop, and the loop that asks.
 
 Two kinds of truth are kept apart here. A ticket *may* lie in two ledgers for a while: a member that its leader could not
-reach is struck, and its tickets go to others. But then the leader's book, once it has collected the ledgers, must count
+reach is excluded, and its tickets go to others. But then the leader's book, once it has collected the ledgers, must count
 at most one of them. And nobody waits for an answer beyond the stall time in which nothing moved.
 """
 
@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarm.testing.virtual_time import VirtualTimeLoop
 from swarm.net.transport import Progress
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.stage_peer import StagePeer
+from swarm.testing.virtual_time import VirtualTimeLoop
 from swarm.wire.messages import CommitRecord
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ class Invariants:
         """
         ready = any(x.key == member.me.key and x.ready for x in record.members[member.stage])
         held = self._held.pop(member, "")
-        if held and record.previous_head == held and ready and member.queued is not None:
+        if held and record.previous_version_id == held and ready and member.queued is not None:
             self._broken(f"stage {member.stage}: {member.me.peer[:8]} let go the state that step {record.step} builds on")
         if ready and member.queued is None:
-            self._held[member] = member.versions.newest.head
+            self._held[member] = member.versions.newest.version_id
 
     def check(self) -> None:
         """
@@ -129,15 +129,15 @@ class Invariants:
             return  # decided: what ledgers hold of it counts no more, and its books are closed one after the other
         if not books:
             return  # the leader is gone: nobody grants, and the next one collects first
-        book = max(books, key=lambda x: x.term.order)
+        book = max(books, key=lambda x: x.attempt.order)
         ledgers = [p.member.steps[step].accumulator.ledger for p in holders if p in newest]
-        collected = max((x.term.order for x in ledgers), default=book.term.order)
-        if not book.is_collected or collected > book.term.order:
+        collected = max((x.attempt.order for x in ledgers), default=book.attempt.order)
+        if not book.is_collected or collected > book.attempt.order:
             return  # what is left is the book of a leader that a record left out: nobody grants, as above
-        counted = [p for p in holders if p in newest and p.member.me.key in book.members and p.member.me.key not in book.struck]
+        counted = [p for p in holders if p in newest and p.member.me.key in book.members and p.member.me.key not in book.excluded]
         if len(counted) > 1:
             names = [p.member.me.peer[:8] for p in counted]
-            self._broken(f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none struck at {book.term.order}")
+            self._broken(f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none excluded at {book.attempt.order}")
 
     def _check_requests(self, now: float) -> None:
         simulation = self._simulation

@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from swarm.testing.simulation.simulation import Call, Node, Simulation, check
-
 from swarm.base.ids import Address
 from swarm.peer.stage.stage_peer import StagePeer
+from swarm.testing.simulation.simulation import Call, Node, Simulation, check
 from swarm.wire import messages as m
 
 Matches = Callable[[Call], bool]
@@ -49,7 +48,7 @@ def kind(
     return matches
 
 
-class Held:
+class HeldBack:
     """Requests that match wait before they are sent, from `with` until its end or `release`; at most `limit` of them."""
 
     def __init__(self, simulation: Simulation, matches: Matches, *, limit: int | None = None) -> None:
@@ -70,7 +69,7 @@ class Held:
         self._first.set()
         await self._released.wait()
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldBack:
         self._simulation.before_request.append(self._before)
         return self
 
@@ -157,6 +156,6 @@ def node_of(simulation: Simulation, member: m.Member) -> Node:
 
 def coordinator_of(simulation: Simulation) -> Node:
     """Who coordinates now, with the highest ballot if there are two."""
-    reigning = [node for node in simulation.nodes.values() if simulation.coordinates(node)]
-    assert reigning, "nobody coordinates"
-    return max(reigning, key=lambda node: node.peer.seat.coordinator.ballot)  # type: ignore[union-attr]
+    leading = [node for node in simulation.nodes.values() if simulation.coordinates(node)]
+    assert leading, "nobody coordinates"
+    return max(leading, key=lambda node: node.peer.election.coordinator.ballot)  # type: ignore[union-attr]

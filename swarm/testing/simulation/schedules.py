@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.simulation import Node, Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.config import RunConfig, Timing
 from swarm.lifecycle.step import Ledger
 from swarm.peer.stage.stage_peer import StagePeer
 from swarm.peer.trainer.trainer import Trainer
+from swarm.testing.simulation.invariants import run_checked
+from swarm.testing.simulation.simulation import Node, Simulation, check
+from swarm.testing.simulation.small_model import small_config
 
 #: (kind, weight). Kinds are the methods of `Faults`.
 KINDS = (
@@ -97,13 +97,13 @@ class Schedule:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        head = (
+        version_id = (
             f"Schedule.draw({self.seed}{', tied=True' if self.tied else ''}): {self.num_stages} stages x "
             f"{self.peers_per_stage} peers, {self.trainers} trainers, "
             f"{self.backbones} backbones, delay {self.delay_steps}, drop {self.drop}, duplicate {self.duplicate}, "
             f"late {self.late_s} s"
         )
-        return "\n  ".join([head, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
+        return "\n  ".join([version_id, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
 
 
 def _keeps_up(peer: StagePeer, other: StagePeer) -> bool:
@@ -117,7 +117,7 @@ def _keeps_up(peer: StagePeer, other: StagePeer) -> bool:
 
 
 def _advance(ledger: Ledger) -> tuple[object, int]:
-    return ledger.term.order, ("open", "frozen", "averaging", "prepared", "committed").index(ledger.state)
+    return ledger.attempt.order, ("open", "frozen", "averaging", "prepared", "committed").index(ledger.state)
 
 
 @dataclass

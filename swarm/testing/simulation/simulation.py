@@ -15,29 +15,29 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from swarm.testing.simulation.invariants import CheckedLoop, Invariants, WatchedProgress
-from swarm.testing.simulation.small_model import PlainResult, SmallFactory, SmallFeed, one_process
 
 from launch.processes.runner import CLOSE_TIMEOUT_S
 from swarm.base.config import RunConfig
 from swarm.base.errors import LinkBroken, SwarmError
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.identity import Identity
-from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
-from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.net.transport import Handler, Progress
 from swarm.peer.aggregator import Aggregator
 from swarm.peer.backbone import Backbone
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link
-from swarm.peer.trainer.reports import Evaluation, StepReport, TicketReport
 from swarm.peer.stage.stage_peer import Machine, StagePeer
+from swarm.peer.trainer.reports import Evaluation, StepReport, TicketReport
 from swarm.peer.trainer.trainer import Trainer
-from swarm.policy.rebalance import Move, Plan
+from swarm.policy.rebalance import PlannedMove, RebalancePlan
 from swarm.policy.throughput import Swarm
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Outcome, Priority, Threads
 from swarm.stage.module import Tie, ties_of
+from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.testing.simulation.invariants import CheckedLoop, Invariants, WatchedProgress
+from swarm.testing.simulation.small_model import PlainResult, SmallFactory, SmallFeed, one_process
 from swarm.wire.framing import Frame
 from swarm.wire.messages import CommitRecord, Join, Joining, Message
 
@@ -173,7 +173,7 @@ class Simulation:
         #: Names of nodes that a fault is at work on.
         self.troubled: set[str] = set()
         #: Every record that any peer saw, by step: two heads for one step are two models.
-        self.heads: dict[int, set[str]] = {}
+        self.version_ids: dict[int, set[str]] = {}
         self.commits: dict[int, CommitRecord] = {}
         #: Requests under way, in the order in which they were sent.
         self.open_calls: dict[Call, None] = {}
@@ -269,7 +269,7 @@ class Simulation:
         return await self._start(node)
 
     def _note(self, record: CommitRecord) -> None:
-        self.heads.setdefault(record.step, set()).add(record.head)
+        self.version_ids.setdefault(record.step, set()).add(record.version_id)
         self.commits[record.step] = record
 
     async def add_trainer(self, name: str, **options: object) -> Node:
@@ -323,18 +323,18 @@ class Simulation:
 
     def move(self, name: str, target: int) -> bool:
         """The next record moves this stage peer, whatever the policy thinks; False if nobody coordinates."""
-        coordinators = [n.peer.seat.coordinator for n in self.nodes.values() if self.coordinates(n)]  # type: ignore[union-attr]
+        coordinators = [n.peer.election.coordinator for n in self.nodes.values() if self.coordinates(n)]  # type: ignore[union-attr]
         if not coordinators:
             return False
         peer = self.nodes[name].peer
         assert isinstance(peer, StagePeer)
         rebalancing = max(coordinators, key=lambda c: c.ballot).rebalancing
-        policy, wanted = rebalancing.plan, Move(peer.member.me.key, peer.stage, target)
+        policy, wanted = rebalancing.plan, PlannedMove(peer.member.me.key, peer.stage, target)
 
-        def plan(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Plan:
+        def plan(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> RebalancePlan:
             rebalancing.plan = policy
             there = any(worker.key == wanted.key and worker.stage == wanted.source for worker in swarm.workers)
-            return Plan((wanted,) if there else (), f"moved on purpose: {wanted}", 0.0, 0.0)
+            return RebalancePlan((wanted,) if there else (), f"moved on purpose: {wanted}", 0.0, 0.0)
 
         rebalancing.plan = plan
         rebalancing._decided_at = -1e9  # a decision is due
@@ -370,7 +370,7 @@ class Simulation:
                 record = self.commits[max(self.commits)] if self.commits else None
                 joins = stage if stage is not None else number % self.config.num_stages
                 request = Join(
-                    run=context.run, stage=joins, member=context.member(ready=True), head=record.head if record else None
+                    run=context.run, stage=joins, member=context.member(ready=True), version_id=record.version_id if record else None
                 )
                 for node in coordinators:
                     with contextlib.suppress(SwarmError):
@@ -435,12 +435,12 @@ class Simulation:
             node.executor.hung = False
 
     def coordinates(self, node: Node) -> bool:
-        return not isinstance(node.peer, StagePeer) and node.peer.seat.coordinator is not None
+        return not isinstance(node.peer, StagePeer) and node.peer.election.coordinator is not None
 
     async def began(self, *, within_s: float = 60.0) -> None:
         """Until some peer knows the genesis record."""
         async with asyncio.timeout(within_s):
-            while not self.heads:  # noqa: ASYNC110
+            while not self.version_ids:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     # ------------------------------------------------------------------------------------------------ ending
@@ -487,7 +487,7 @@ class Simulation:
             elif isinstance(peer, Trainer):
                 lines.append(f"{node.name}: at {peer.record.step + 1 if peer.record else None}, {len(peer._running)} in flight")
             if self.coordinates(node):
-                lines.append(f"{node.name} coordinates, waiting for {peer.seat.coordinator.waiting_for}")  # type: ignore[union-attr]
+                lines.append(f"{node.name} coordinates, waiting for {peer.election.coordinator.waiting_for}")  # type: ignore[union-attr]
         return "; ".join(lines)
 
     async def abandon(self) -> None:
@@ -557,8 +557,8 @@ def check(simulation: Simulation, *, lineages: bool = False) -> None:
     for step, loss in losses.items():
         expected = plain.losses[step]
         assert abs(loss - expected) <= 1e-8 * abs(expected), f"same_as_one_process: step {step}: {loss} not {expected}"
-    for step, heads in simulation.heads.items():
-        assert len(heads) == 1 or lineages, f"two heads for step {step}"
+    for step, version_ids in simulation.version_ids.items():
+        assert len(version_ids) == 1 or lineages, f"two heads for step {step}"
     distance = float((simulation.parameters() - plain.parameters).norm() / plain.parameters.norm())
     assert distance < 1e-8, f"same_as_one_process: parameters differ by {distance}"
     for peer in simulation.stage_peers():
@@ -571,10 +571,10 @@ def check(simulation: Simulation, *, lineages: bool = False) -> None:
         assert all(torch.equal(first, other) for other in others), f"replicas_identical: copies of {tie.name} differ"
     for stage in range(config.num_stages):
         states = {
-            (p.member.versions.newest.head, p.member.state_digest)
+            (p.member.versions.newest.version_id, p.member.state_digest)
             for p in simulation.stage_peers(stage)
             if p.membership.serving and p.member.up_to_date and p.member.state_digest
         }
-        assert len({digest for head, digest in states if head in simulation.heads[config.total_steps - 1]}) == 1, (
+        assert len({digest for version_id, digest in states if version_id in simulation.version_ids[config.total_steps - 1]}) == 1, (
             f"replicas_identical: stage {stage}: {states}"
         )

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from swarm.testing.simulation.phases import Held, committed, coordinator_of, kind, node_of
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.errors import RemoteError
-from swarm.testing.virtual_time import run_virtual
-from swarm.peer.trainer.evaluation import MAX_TRIES, Evaluator
 from swarm.peer.link import Refuse
 from swarm.peer.stage.tied_sums import CHUNK_ELEMENTS, part_of
+from swarm.peer.trainer.evaluation import MAX_TRIES, Evaluator
 from swarm.stage.executor import Priority
-from swarm.stage.memory_plan import KEPT_AVERAGES
+from swarm.stage.memory_plan import KEPT_SUMS
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.simulation.phases import HeldBack, committed, coordinator_of, kind, node_of
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 
 
@@ -48,7 +48,7 @@ def test_a_claim_does_not_wait_for_a_collection_that_was_given_up():
     run_virtual(main())
 
 
-def test_a_member_whose_jobs_take_longer_than_a_short_request_is_not_struck(caplog):
+def test_a_member_whose_jobs_take_longer_than_a_short_request_is_not_excluded(caplog):
     """Its ledger is collected by its compute thread, after the job that it has."""
     caplog.set_level("INFO")
 
@@ -73,14 +73,14 @@ def test_averages_that_wait_for_a_snapshot_take_no_more_than_the_joiners_free_me
         simulation = Simulation(small_config(total_steps=30), seed=3)
         await simulation.start(peers_per_stage=2, trainers=1)
         await committed(simulation, 2)
-        with Held(simulation, kind(m.StateRange)):
+        with HeldBack(simulation, kind(m.StateRange)):
             size = 8 * simulation.stage_peers(1)[0].member.compute.layout.num_elements
             joiner = (await simulation.add_stage_peer("stage1.9", 1, memory_limit_bytes=5 * size)).peer
             most = 0
             for step in range(4, 20):
                 await committed(simulation, step)
                 most = max(most, len(joiner.member.queued))
-            assert most == 1 + KEPT_AVERAGES + 5
+            assert most == 1 + KEPT_SUMS + 5
         await simulation.finish()
         assert joiner.member.up_to_date
         check(simulation)
@@ -140,11 +140,11 @@ def test_a_disk_that_is_slower_than_steps_writes_some_checkpoints_and_the_last(t
 
 
 def test_an_evaluation_that_fails_leaves_nobody_at_work():
-    record = SimpleNamespace(step=3, head="h", members=())
+    record = SimpleNamespace(step=3, version_id="h", members=())
     batches = [SimpleNamespace(inputs={}, labels={})] * 5
     asked: list[int] = []
 
-    async def evaluate(ticket: object, head: str, tensors: object, buffers: object) -> None:
+    async def evaluate(ticket: object, version_id: str, tensors: object, buffers: object) -> None:
         asked.append(ticket.index)  # type: ignore[attr-defined]
         if ticket.index == 0:  # type: ignore[attr-defined]
             raise Refuse("no_candidate", "nobody")

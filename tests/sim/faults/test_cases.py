@@ -10,12 +10,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.phases import Held, Log, committed, kind, ledger, node_at, node_of, until
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import SmallFeed, one_process, small_config
 
 from swarm.base.ids import Ticket
+from swarm.testing.simulation.invariants import run_checked
+from swarm.testing.simulation.phases import HeldBack, Log, committed, kind, ledger, node_at, node_of, until
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import SmallFeed, one_process, small_config
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame
@@ -26,21 +26,21 @@ STEP = 1
 AVERAGE_S = 6.0
 
 
-async def before_joining(simulation, victim, strike):
+async def before_joining(simulation, victim, exclude):
     """It was sealed, and not yet told to start."""
-    with Held(simulation, kind(m.Reduce, step=STEP, target=victim)) as held:
+    with HeldBack(simulation, kind(m.Reduce, step=STEP, target=victim)) as held:
         await held.reached()
-        await strike()
+        await exclude()
 
 
-async def after_joining(simulation, victim, strike):
+async def after_joining(simulation, victim, exclude):
     """It was told to start; no slice of it has left, and none has reached it."""
-    with Held(simulation, lambda c: kind(m.Slice, step=STEP, stage=1)(c) and victim.address in (c.source, c.target)) as held:
+    with HeldBack(simulation, lambda c: kind(m.Slice, step=STEP, stage=1)(c) and victim.address in (c.source, c.target)) as held:
         await until(lambda: any(c.source == victim.address for c in held.calls), "the victim's first slice")
-        await strike()
+        await exclude()
 
 
-async def while_sending(simulation, victim, strike):
+async def while_sending(simulation, victim, exclude):
     """A part of its slice is on the link."""
     sent: list = []
 
@@ -53,28 +53,28 @@ async def while_sending(simulation, victim, strike):
     await until(lambda: bool(sent), "the victim sends a slice")
     await asyncio.sleep(0.05)
     assert sent[0] in simulation.open_calls
-    await strike()
+    await exclude()
     simulation.before_request.remove(slow_down)
     for call in sent:
         simulation.network.link(call.source, call.target)
 
 
-async def while_reducing(simulation, victim, strike):
+async def while_reducing(simulation, victim, exclude):
     """It has the slice of one other member, and waits for the next."""
     to_victim = kind(m.Slice, step=STEP, target=victim)
-    with Held(simulation, to_victim, limit=1) as held:
+    with HeldBack(simulation, to_victim, limit=1) as held:
         await held.reached()
         arrived = Log(simulation, to_victim)
         await until(lambda: len(arrived) > 0, "another slice on its way")
         await asyncio.sleep(0.01)
-        await strike()
+        await exclude()
 
 
-async def before_commit(simulation, victim, strike):
+async def before_commit(simulation, victim, exclude):
     """Everyone holds the average; nobody knows the record."""
-    with Held(simulation, kind(m.Commit, step=STEP)) as held:
+    with HeldBack(simulation, kind(m.Commit, step=STEP)) as held:
         await held.reached()
-        await strike()
+        await exclude()
 
 
 ALL_REDUCE_PHASES = (before_joining, after_joining, while_sending, while_reducing, before_commit)
@@ -93,19 +93,19 @@ def test_case_08_a_peer_is_lost_in_each_phase_of_the_all_reduce(phase, how):
         leader, *_, last = simulation.commits[STEP - 1].members[1]
         victim = node_of(simulation, last)
         assert victim is not node_of(simulation, leader)
-        key, struck_at = victim.peer.member.me.key, 0.0
+        key, excluded_at = victim.peer.member.me.key, 0.0
 
-        async def strike():
-            nonlocal struck_at
-            struck_at = asyncio.get_running_loop().time()
+        async def exclude():
+            nonlocal excluded_at
+            excluded_at = asyncio.get_running_loop().time()
             if how == "killed":
                 await simulation.kill(victim.name)
             else:
                 simulation.pause(victim)
 
-        await phase(simulation, victim, strike)
+        await phase(simulation, victim, exclude)
         await committed(simulation, STEP + 1)
-        took = asyncio.get_running_loop().time() - struck_at
+        took = asyncio.get_running_loop().time() - excluded_at
         # A trainer may still ask the stopped peer for a ticket that must be computed again.
         allowed = max(AVERAGE_S, config.timing.stall_s) + 2.0
         assert took <= allowed, f"the step ended {took:.1f} s after the peer was {how}"
@@ -118,8 +118,8 @@ def test_case_08_a_peer_is_lost_in_each_phase_of_the_all_reduce(phase, how):
         await simulation.finish()
         check(simulation)
         if how == "stopped":
-            newest = victim.peer.member.versions.newest.head
-            assert newest in simulation.heads[max(simulation.commits)] or not victim.peer.membership.serving
+            newest = victim.peer.member.versions.newest.version_id
+            assert newest in simulation.version_ids[max(simulation.commits)] or not victim.peer.membership.serving
         await simulation.close()
 
     run_checked(main())
@@ -138,7 +138,7 @@ def test_case_10_loss_and_gradient_are_weighted_by_tokens_whatever_the_number_of
     async def main(peers, trainers):
         simulation = Simulation(config, seed=peers)
         await simulation.start(peers_per_stage=peers, trainers=trainers)
-        averages = Log(simulation, kind(m.Average))
+        averages = Log(simulation, kind(m.AllReduce))
         await simulation.finish()
         check(simulation)
         losses.append(simulation.records())
@@ -347,8 +347,8 @@ def test_case_13_the_reply_to_a_backward_is_lost_and_the_caller_retries():
         targets = [node_at(simulation, call.target).name for call in calls.calls]
         assert len(set(targets[:2])) == 2, f"the second try went to the same peer: {targets}"
         assert len(calls) == 4, f"three replies were lost, and {len(calls)} requests were sent"
-        passes = [calls.calls[i].began_at for i in (0, 2)]
-        assert passes[1] - passes[0] >= 0.05, "the trainer did not wait before its next pass"
+        route_trips = [calls.calls[i].began_at for i in (0, 2)]
+        assert route_trips[1] - route_trips[0] >= 0.05, "the trainer did not wait before its next pass"
         await simulation.close()
 
     run_checked(main())
@@ -458,7 +458,7 @@ def test_fp16_halves_the_loss_scale_after_an_overflow():
         scales = [simulation.commits[step].loss_scale for step in range(-1, 5)]
         assert [simulation.commits[step].skipped for step in range(5)] == [False, True, False, False, False]
         assert scales == [2.0**14, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**13]
-        states = [{(p.member.versions.newest.head, p.member.state_digest) for p in simulation.stage_peers(k)} for k in range(3)]
+        states = [{(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(k)} for k in range(3)]
         assert all(len(state) == 1 for state in states)
         losses = [simulation.commits[step].loss for step in (0, 2, 3, 4)]
         expected = one_process(small_config(total_steps=5, precision="fp32", target_batch_size=16), feed=feed, skip={1}).losses

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.phases import Held, committed, coordinator_of, kind, until
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.config import TIMING_PRESETS
+from swarm.testing.simulation.invariants import run_checked
+from swarm.testing.simulation.phases import HeldBack, committed, coordinator_of, kind, until
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
 from swarm.wire import messages as m
 
 STEP = 2
@@ -19,32 +19,32 @@ WITHIN_S = 10.0
 
 async def tickets_open(simulation, kill):
     """Some tickets of the step are accumulated, some are under way, some not yet leased."""
-    with Held(simulation, kind(m.Train, step=STEP, stage=2)) as held:
+    with HeldBack(simulation, kind(m.Train, step=STEP, stage=2)) as held:
         await until(lambda: len(held.calls) >= 3, "three tickets on their way to the last stage")
         await kill()
 
 
 async def collecting_seals(simulation, kill):
-    with Held(simulation, kind(m.Collect, step=STEP, freeze=True)) as held:
+    with HeldBack(simulation, kind(m.Collect, step=STEP, freeze=True)) as held:
         await held.reached()
         await kill()
 
 
 async def sealed_but_not_averaging(simulation, kill):
-    with Held(simulation, kind(m.Average, step=STEP)) as held:
+    with HeldBack(simulation, kind(m.AllReduce, step=STEP)) as held:
         await until(lambda: len(held.calls) == 3, "every stage is sealed")
         await kill()
 
 
 async def averaging(simulation, kill):
-    with Held(simulation, kind(m.Slice, step=STEP)) as held:
+    with HeldBack(simulation, kind(m.Slice, step=STEP)) as held:
         await held.reached()
         await kill()
 
 
 async def prepared(simulation, kill):
     """One stage holds its average, the others do not yet."""
-    with Held(simulation, lambda c: kind(m.Slice, step=STEP)(c) and c.message.stage != 0):
+    with HeldBack(simulation, lambda c: kind(m.Slice, step=STEP)(c) and c.message.stage != 0):
         ready = [simulation.nodes[f"stage0.{i}"].peer.member.steps for i in range(2)]
         await until(lambda: all(STEP in x and x[STEP].average is not None for x in ready), "stage 0 is prepared")
         await kill()
@@ -53,8 +53,8 @@ async def prepared(simulation, kill):
 async def one_stage_was_told(simulation, kill):
     told = simulation.nodes["stage0.0"]
     coordinator = coordinator_of(simulation)
-    passes = kind(m.Commit, step=STEP, source=coordinator, target=told)
-    with Held(simulation, lambda c: kind(m.Commit, step=STEP)(c) and not passes(c)):
+    route_trips = kind(m.Commit, step=STEP, source=coordinator, target=told)
+    with HeldBack(simulation, lambda c: kind(m.Commit, step=STEP)(c) and not route_trips(c)):
         await until(lambda: told.peer.member.num_commits == STEP + 1, "one peer was told")
         await kill()
         others = [p for p in simulation.stage_peers() if p is not told.peer]
@@ -95,7 +95,7 @@ def test_the_step_completes_when_the_coordinator_is_killed(phase, backbones):
         took = asyncio.get_running_loop().time() - killed_at
         assert took <= WITHIN_S, f"step {awaited - 1} completed {took:.2f} s after the coordinator was killed"
         await simulation.finish()
-        assert coordinator_of(simulation).peer.seat.coordinator.ballot.counter > 1
+        assert coordinator_of(simulation).peer.election.coordinator.ballot.counter > 1
         check(simulation)
         await simulation.close()
 

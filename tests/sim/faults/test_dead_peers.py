@@ -6,11 +6,11 @@ import asyncio
 import random
 
 import pytest
+
 from swarm.testing.simulation.invariants import run_checked
 from swarm.testing.simulation.phases import Log, committed
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
 from swarm.wire import messages as m
 
 

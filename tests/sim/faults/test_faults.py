@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import SmallFeed, small_config
 
-from swarm.testing.virtual_time import run_virtual
 from swarm.peer.context import stage_key
 from swarm.peer.trainer.retries import TicketFailed
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import SmallFeed, small_config
+from swarm.testing.virtual_time import run_virtual
 
 
 async def after_steps(simulation, steps, *, within_s=120.0):
@@ -49,7 +49,7 @@ def test_routers_hear_how_long_a_peer_was_waited_for_that_hangs_far_down_the_rou
         simulation = Simulation(config, seed=3)
         await simulation.start(peers_per_stage=2, trainers=1)
         waited = []
-        wiring = simulation.nodes["trainer0"].peer._passes.wiring
+        wiring = simulation.nodes["trainer0"].peer._route_trips.wiring
         failed = wiring.failed
 
         def listen(stage, peer, **options):

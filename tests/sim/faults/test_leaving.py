@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from swarm.peer.stage.stage_peer import StagePeer
+from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.memory_dht import MemoryDht
 from swarm.testing.simulation.phases import Log, committed, kind, node_of, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
 from swarm.testing.virtual_time import run_virtual
-from swarm.testing.memory_dht import MemoryDht
-from swarm.peer.stage.stage_peer import StagePeer
-from swarm.stage.saved.whole_checkpoint import find_complete
 from swarm.wire import messages as m
 
 #: SIGTERM to the end, in seconds.
@@ -178,7 +178,7 @@ def test_where_all_leave_at_once_what_had_committed_is_on_disk(tmp_path: Path) -
         await asyncio.gather(*(leave(simulation, name) for name in list(simulation.nodes) if name.startswith("stage")))
         found = find_complete([tmp_path])[0]
         assert found.record.step == last
-        assert found.record.head == simulation.commits[last].head
+        assert found.record.version_id == simulation.commits[last].version_id
         await simulation.close()
         return last
 

@@ -9,18 +9,18 @@ import re
 import shutil
 
 import pytest
-from swarm.testing.simulation.phases import finish_from, kind
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.errors import LinkBroken, StorageError
 from swarm.base.ids import Ballot
-from swarm.testing.virtual_time import run_virtual
 from swarm.lifecycle.record import restoring_record
-from swarm.peer.stage import restore
+from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.coordinator.lineage import Lineage
-from swarm.peer.coordinator.leadership import Demoted, Reign
+from swarm.peer.stage import restore
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
+from swarm.testing.simulation.phases import finish_from, kind
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 from swarm.wire.messages import MAX_SAVED
 
@@ -187,7 +187,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
         await second.add_trainer("trainer0")
         await asyncio.sleep(after_s)
         assert not second.commits, "it went on from an older head, or began again"
-        waiting = second.nodes["backbone0"].peer.seat.coordinator.waiting_for
+        waiting = second.nodes["backbone0"].peer.election.coordinator.waiting_for
         assert waiting_for.format(kept=", ".join(map(str, range(2, steps, 2)))) in waiting
         if is_empty:
             (tmp_path / "elsewhere").rename(kept)
@@ -357,7 +357,7 @@ def test_a_run_whose_only_checkpoints_are_damaged_is_neither_done_nor_begun_anew
         second = await resumed_where_it_ended(config, tmp_path, lambda path: path.parts[-2] == "stage-1", keep=tmp_path / "kept")
         await asyncio.sleep(40.0)
         assert not second.commits
-        waiting = second.nodes["backbone0"].peer.seat.coordinator.waiting_for
+        waiting = second.nodes["backbone0"].peer.election.coordinator.waiting_for
         assert waiting.startswith("intact checkpoints: damaged are those of stage 1 at peer ")
         assert not second.nodes["trainer0"].peer.finished
         for intact in (tmp_path / "kept").glob("*/checkpoints/stage-1/step-*"):
@@ -523,7 +523,7 @@ def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_
 
 
 @pytest.mark.parametrize("lie", [{"members": ()}, {"step": 10**6}, {"head": "f" * 64}, {"run": "0" * 64}])
-def test_a_record_that_nobody_can_have_written_is_heeded_by_nobody(tmp_path, lie):
+def test_a_record_that_nobody_can_have_written_is_obeyed_by_nobody(tmp_path, lie):
     config = small_config(total_steps=4, checkpoint_every=2)
 
     async def main():
@@ -543,12 +543,12 @@ def test_a_record_that_nobody_can_have_written_is_heeded_by_nobody(tmp_path, lie
 
     async def lied(simulation, record):
         member = simulation.nodes["stage1.0"].peer.member.me
-        return m.Held(member=member, records=(record,), milestone=record)
+        return m.Held(member=member, records=(record,), checkpoint_record=record)
 
     run_virtual(main())
 
 
-def test_a_milestone_that_makes_no_sense_tells_nothing(tmp_path, caplog):
+def test_a_checkpoint_record_that_makes_no_sense_tells_nothing(tmp_path, caplog):
     config = small_config(total_steps=2, checkpoint_every=1)
     contents = [b"{", b"{}", b"\xff", b" " * (2**24 + 1), None, "a pipe"]
 
@@ -568,7 +568,7 @@ def test_a_milestone_that_makes_no_sense_tells_nothing(tmp_path, caplog):
         await simulation.close()
 
     run_virtual(main())
-    told = [text for record in caplog.records if "milestone.json does not tell" in (text := record.getMessage())]
+    told = [text for record in caplog.records if "checkpoint record.json does not tell" in (text := record.getMessage())]
     assert len(told) == len(contents)
     for line in told:
         assert re.search(r"how far the run had come \(.*\): put an intact copy in its place, or delete it$", line), line
@@ -591,10 +591,10 @@ def test_two_halves_of_a_partition_become_one_lineage():
         await asyncio.sleep(8.0)
         simulation.heal_partition()
         await simulation.finish()
-        assert any(len(heads) > 1 for heads in simulation.heads.values()), "both halves should have gone on"
+        assert any(len(version_ids) > 1 for version_ids in simulation.version_ids.values()), "both halves should have gone on"
         check(simulation, lineages=True)
-        heads = {p.member.versions.newest.head for p in simulation.stage_peers()}
-        assert len(heads) == 1, f"peers ended on several heads: {heads}"
+        version_ids = {p.member.versions.newest.version_id for p in simulation.stage_peers()}
+        assert len(version_ids) == 1, f"peers ended on several heads: {version_ids}"
         await simulation.close()
 
     run_virtual(main())
@@ -617,7 +617,7 @@ def test_two_halves_that_both_began_the_run_follow_one_list_of_members(survives)
                 await asyncio.sleep(0.1)
         records = {p.member.record.ballot: p.member.record for p in simulation.stage_peers()}
         assert len(records) == 2
-        assert len({r.head for r in records.values()}) == 1
+        assert len({r.version_id for r in records.values()}) == 1
         remaining = survives(records).coordinator
         lost = next(
             name for name, node in simulation.nodes.items()
@@ -691,13 +691,13 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
             simulation.isolate(late)
         backbones = [node for name, node in simulation.nodes.items() if name.startswith("backbone")]
         link = next(node.peer.link for node in backbones if not simulation.coordinates(node))
-        reign = Reign(link, Ballot(1, link.context.peer), rosters=None)
-        reign.take(simulation.commits[1])
+        leadership = Leadership(link, Ballot(1, link.context.peer), rosters=None)
+        leadership.take(simulation.commits[1])
         rival = simulation.commits[3]
         if how == "has not heard":
             late.peer.member.record = simulation.commits[2]
         with pytest.raises(Demoted, match="a record of step 3"):
-            await Lineage(reign).settle(rival)
+            await Lineage(leadership).settle(rival)
         assert how == "is cut off" or late.peer.member.record.step >= rival.step, "it was not told"
         simulation.rejoin(late)
         await simulation.finish()
@@ -708,7 +708,7 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
 
 
 @pytest.mark.parametrize("number", [None, 0, 1], ids=["all_live", "the_leader_dies", "another_dies"])
-def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(number, tmp_path, monkeypatch, caplog):
+def test_a_version_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(number, tmp_path, monkeypatch, caplog):
     """Whatever led to it: members that a record lists as ready ask to join without its state, all of a stage that live."""
     config = small_config(total_steps=9, checkpoint_every=3, timing={"stage_lost_s": 8.0})
 
@@ -718,14 +718,14 @@ def test_a_head_that_nobody_holds_is_given_up_for_the_newest_that_somebody_does(
         await after_steps(simulation, 5)
 
         async def settle(lineage, rival):
-            lineage._reign.rival = None
-            mine = lineage._reign.newest
-            return restoring_record(simulation.commits[0], era=1, ballot=lineage._reign.ballot, members=mine.members)
+            lineage._leadership.rival = None
+            mine = lineage._leadership.newest
+            return restoring_record(simulation.commits[0], era=1, ballot=lineage._leadership.ballot, members=mine.members)
 
         with monkeypatch.context() as patch:
             patch.setattr(Lineage, "settle", settle)
-            coordinator = next(n.peer.seat.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
-            coordinator._reign.rival = simulation.commits[4]
+            coordinator = next(n.peer.election.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
+            coordinator._leadership.rival = simulation.commits[4]
             async with asyncio.timeout(10.0):
                 while coordinator.record.era == 0:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)

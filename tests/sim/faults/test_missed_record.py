@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from swarm.base.errors import LinkBroken
 from swarm.testing.simulation.phases import committed
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
-from swarm.base.errors import LinkBroken
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 
@@ -55,7 +54,7 @@ def test_a_coordinator_that_finds_a_stage_lost_as_it_is_elected_sets_the_run_bac
         elected = asyncio.Event()
 
         async def kill_after_the_vote(call):
-            if isinstance(call.message, m.Gather) and call.message.term.ballot.counter > 1 and not elected.is_set():
+            if isinstance(call.message, m.Gather) and call.message.attempt.ballot.counter > 1 and not elected.is_set():
                 elected.set()
                 await simulation.kill("stage1.0")
 

@@ -10,24 +10,24 @@ import asyncio
 import math
 
 import pytest
-from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.phases import Held, committed, coordinator_of, kind, ledger, node_at, node_of, until
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import SwarmError
-from swarm.testing.virtual_time import Deadlock
 from swarm.lifecycle import record
 from swarm.lifecycle.coverage import Coverage
 from swarm.lifecycle.step import STEP, Ledger
-from swarm.peer.coordinator import election as seat
+from swarm.peer.coordinator import election as election
 from swarm.peer.coordinator import stage_leaders as stage_leads
 from swarm.peer.link import Link
 from swarm.peer.stage.micro_batches import MicroBatchServer
 from swarm.peer.stage.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
+from swarm.testing.simulation.invariants import run_checked
+from swarm.testing.simulation.phases import HeldBack, committed, coordinator_of, kind, ledger, node_at, node_of, until
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
+from swarm.testing.virtual_time import Deadlock
 from swarm.wire import messages as m
 
 # ---------------------------------------------------------------------------------------------------- schedules
@@ -65,7 +65,7 @@ async def restart_between_seal_and_average(seed):
     """In the very first step, when a newcomer knows as much as anyone."""
     simulation = Simulation(small_config(total_steps=3), seed=seed)
     await simulation.start(peers_per_stage=2, trainers=1)
-    with Held(simulation, kind(m.Average, step=0, stage=1)) as held:
+    with HeldBack(simulation, kind(m.AllReduce, step=0, stage=1)) as held:
         call = await held.reached()
         leader = node_at(simulation, call.target)
         name = "stage1.0" if leader.name == "stage1.1" else "stage1.1"
@@ -81,13 +81,13 @@ async def backward_after_the_seal(seed):
     await simulation.start(peers_per_stage=3, trainers=1)
     await committed(simulation, 1)
     leader, *_, late = [node_of(simulation, member) for member in simulation.commits[0].members[1]]
-    with Held(simulation, kind(m.Train, stage=2, step=1, source=late), limit=1) as backward:
+    with HeldBack(simulation, kind(m.Train, stage=2, step=1, source=late), limit=1) as backward:
         below = await backward.reached()
         above = next(c for c in simulation.open_calls if c.target == late.address and kind(m.Train)(c)
                      and c.message.ticket == below.message.ticket)  # fmt: skip
         simulation.network.cut(above.source, late.address)
         await simulation.kill(leader.name)
-        with Held(simulation, kind(m.Average, step=1, stage=1)) as average:
+        with HeldBack(simulation, kind(m.AllReduce, step=1, stage=1)) as average:
             call = await average.reached()
             assert late.peer.member.me.key in {seal.member.key for seal in call.message.seals}
             backward.release()
@@ -105,10 +105,10 @@ async def commit_between_forward_and_backward(seed):
         await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=4 * 6 * 8 + 4 * 8 + 100)
     await simulation.add_trainer("trainer0", in_flight=1)
     versions = simulation.nodes["stage0.0"].peer.member.versions
-    with Held(simulation, kind(m.Train, stage=1, step=2), limit=1) as held:
+    with HeldBack(simulation, kind(m.Train, stage=1, step=2), limit=1) as held:
         await held.reached()
-        before = versions.newest.head
-        await until(lambda: versions.newest.head != before, "a commit")
+        before = versions.newest.version_id
+        await until(lambda: versions.newest.version_id != before, "a commit")
     await _end(simulation)
 
 
@@ -130,13 +130,13 @@ async def prepared_at_different_attempts(seed):
         state = peer.member.steps.get(1)
         return state is not None and state.accumulator.ledger.state == "prepared"
 
-    with Held(simulation, kind(m.Average, step=1, stage=1)) as middle:
+    with HeldBack(simulation, kind(m.AllReduce, step=1, stage=1)) as middle:
         call = await middle.reached()
         ends = [*simulation.stage_peers(0), *simulation.stage_peers(2)]
         await until(lambda: all(prepared(peer) for peer in ends), "both ends prepared")
         simulation.isolate(left)
         await simulation.kill(node_at(simulation, call.target).name)
-    with Held(simulation, kind(m.Commit, step=1)) as decided:
+    with HeldBack(simulation, kind(m.Commit, step=1)) as decided:
         await decided.reached()
         assert prepared(left.peer)
         await simulation.kill(coordinator_of(simulation).name)
@@ -156,7 +156,7 @@ SEEDS = (1, 2)
 
 def count_a_retry_twice(patch):
     def may_add(self, index):
-        return self.state == "open" and self._claims.get(index) == self.term.order
+        return self.state == "open" and self._claims.get(index) == self.attempt.order
 
     patch.setattr(Ledger, "may_add", may_add)
 
@@ -171,9 +171,9 @@ def accept_a_claim_without_its_leader(patch):
 def seal_without_freezing(patch):
     """The ledger is read and the table moved, but claims stay and the compute thread is not told to stop."""
 
-    def collect(self, term, *, freeze):
+    def collect(self, attempt, *, freeze):
         self.state = STEP.next(self.state, "freeze" if freeze else "open")
-        self.term = term
+        self.attempt = attempt
 
     def may_add(self, index):
         return index not in self and index in self._claims
@@ -216,8 +216,8 @@ def ignore_an_incarnation(patch):
     def as_before(handler, link):
         async def on_reduce(message, frame, progress):
             ledger = members[link].step_state(message.step).accumulator.ledger
-            if ledger.term.order < message.term.order:
-                ledger.collect(message.term, freeze=True)
+            if ledger.attempt.order < message.attempt.order:
+                ledger.collect(message.attempt, freeze=True)
             return await handler(message, frame, progress)
 
         return on_reduce
@@ -301,7 +301,7 @@ def count_tied_sums_in_every_stage(patch):
 
 
 def decide_on_tied_sums_that_differ(patch):
-    for module in (seat, record, stage_leads):
+    for module in (election, record, stage_leads):
         patch.setattr(module, "torn_tie", lambda results: "")
 
 

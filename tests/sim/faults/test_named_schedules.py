@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.phases import Held, Log, committed, coordinator_of, kind, ledger, node_at, node_of, until
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.errors import Stalled
 from swarm.peer.stage import state_transfer
+from swarm.testing.simulation.invariants import run_checked
+from swarm.testing.simulation.phases import (
+    HeldBack,
+    Log,
+    committed,
+    coordinator_of,
+    kind,
+    ledger,
+    node_at,
+    node_of,
+    until,
+)
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
 from swarm.wire import messages as m
 
 
@@ -23,7 +33,7 @@ def test_a_slow_peer_abandoned_mid_request_whose_downstream_call_still_runs():
         await simulation.start(peers_per_stage=2, trainers=1)
         await committed(simulation, 1)
         slow = simulation.nodes["stage1.0"]
-        with Held(simulation, kind(m.Train, stage=2, source=slow), limit=1) as held:
+        with HeldBack(simulation, kind(m.Train, stage=2, source=slow), limit=1) as held:
             below = await held.reached()
             above = next(
                 c for c in simulation.open_calls if c.target == slow.address and c.message.ticket == below.message.ticket
@@ -57,7 +67,7 @@ def test_a_restart_with_the_same_identity_between_seal_and_average(step, victim,
         simulation = Simulation(small_config(total_steps=5), seed=22)
         await simulation.start(peers_per_stage=2, trainers=1)
         await simulation.began()
-        with Held(simulation, kind(m.Average, step=step, stage=1)) as held:
+        with HeldBack(simulation, kind(m.AllReduce, step=step, stage=1)) as held:
             call = await held.reached()
             leader = node_at(simulation, call.target)
             member = next(n for n in (node_of(simulation, s.member) for s in call.message.seals) if n is not leader)
@@ -111,14 +121,14 @@ def test_a_coordinator_that_dies_after_telling_one_stage():
         coordinator = coordinator_of(simulation)
         told = simulation.nodes["stage0.0"]
         others = kind(m.Commit, step=2)
-        with Held(simulation, lambda c: others(c) and not (c.source == coordinator.address and c.target == told.address)):
+        with HeldBack(simulation, lambda c: others(c) and not (c.source == coordinator.address and c.target == told.address)):
             await until(lambda: told.peer.member.num_commits == 3, "one peer heard of the record")
             await simulation.kill(coordinator.name)
             commits = {n.name: n.peer.member.num_commits for n in simulation.nodes.values() if n.name.startswith("stage")}
             assert [name for name, count in commits.items() if count == 3] == [told.name]
         await simulation.finish()
-        assert coordinator_of(simulation).peer.seat.coordinator.ballot.counter > 1
-        assert len(simulation.heads[2]) == 1
+        assert coordinator_of(simulation).peer.election.coordinator.ballot.counter > 1
+        assert len(simulation.version_ids[2]) == 1
         check(simulation)
         await simulation.close()
 
@@ -138,10 +148,10 @@ def test_two_coordinators_at_once():
             if other is not old:
                 simulation.network.cut(old.address, other.address)
         await until(lambda: sum(simulation.coordinates(n) for n in simulation.nodes.values()) == 2, "two coordinators")
-        ballots = {n.peer.seat.coordinator.ballot for n in simulation.nodes.values() if simulation.coordinates(n)}
+        ballots = {n.peer.election.coordinator.ballot for n in simulation.nodes.values() if simulation.coordinates(n)}
         assert len(ballots) == 2
         await simulation.finish()
-        assert coordinator_of(simulation).peer.seat.coordinator.ballot >= max(ballots)
+        assert coordinator_of(simulation).peer.election.coordinator.ballot >= max(ballots)
         check(simulation)
         await simulation.close()
 
@@ -241,7 +251,7 @@ def test_who_is_left_out_keeps_its_state_until_another_is_seen_to_hold_it(steps,
                 await asyncio.sleep(0.001)
         bare.member.queued = []
         members = (record.members[0], record.members[1][:1], record.members[2])
-        coordinator = next(n.peer.seat.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
+        coordinator = next(n.peer.election.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
         ballot = record.ballot._replace(counter=record.ballot.counter + 1)
         await coordinator._publish(record.model_copy(update={"ballot": ballot, "members": members}), record.members[1][1:])
         await asyncio.sleep(5.0)
@@ -258,7 +268,7 @@ def test_who_is_left_out_keeps_its_state_until_another_is_seen_to_hold_it(steps,
 
 
 def test_a_link_cut_between_two_members_that_the_leader_still_reaches():
-    """Both answer the leader, but their round fails: one end is struck, and the step commits with the others."""
+    """Both answer the leader, but their round fails: one end is excluded, and the step commits with the others."""
 
     async def main():
         simulation = Simulation(small_config(total_steps=5), seed=28)
@@ -383,7 +393,7 @@ def test_the_last_ticket_of_the_run(delay_steps):
         await simulation.start(peers_per_stage=2, trainers=2)
         index = config.tickets_per_step - 1
         held_ticket = lambda c: kind(m.Train, step=2, stage=0)(c) and c.message.ticket.index == index  # noqa: E731
-        with Held(simulation, held_ticket, limit=1) as held:
+        with HeldBack(simulation, held_ticket, limit=1) as held:
             call = await held.reached()
             rest = set(range(index))
             await until(
@@ -417,7 +427,7 @@ def test_a_forward_before_and_a_backward_after_a_commit(recomputed):
         await simulation.add_trainer("trainer0", in_flight=1)
         node = simulation.nodes["stage0.0"]
         versions = node.peer.member.versions
-        with Held(simulation, kind(m.Train, stage=1, step=2, source=node), limit=1) as held:
+        with HeldBack(simulation, kind(m.Train, stage=1, step=2, source=node), limit=1) as held:
             below = await held.reached()
             ticket = below.message.ticket
             above = next(
@@ -425,7 +435,7 @@ def test_a_forward_before_and_a_backward_after_a_commit(recomputed):
             )
             before = versions.newest.num_commits
             await until(lambda: versions.newest.num_commits > before, "a commit between forward and backward")
-            assert versions.newest.head != below.message.head, "the ticket builds on the newest version still"
+            assert versions.newest.version_id != below.message.version_id, "the ticket builds on the newest version still"
         await until(lambda: above.reply is not None or above.error is not None, "the ticket came back")
         assert isinstance(above.reply, m.Trained), above.error or above.reply
         hop = above.reply.hops[0]
@@ -462,7 +472,7 @@ def test_a_last_stage_whose_claims_are_late_keeps_two_graphs():
             return backward(*args, **kwargs)
 
         compute.forward, compute.backward = counted_forward, counted_backward
-        with Held(simulation, kind(m.Claim, source=member)) as held:
+        with HeldBack(simulation, kind(m.Claim, source=member)) as held:
             await held.reached()
             await until(lambda: member.peer.micro_batches.in_flight > 2, "more micro-batches wait there")
             await asyncio.sleep(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from swarm.testing.simulation.schedules import KINDS, Result, Schedule, run_schedule, run_seeds
 
 NUM_SCHEDULES = 40
@@ -48,5 +49,5 @@ def test_the_same_seed_is_the_same_run(results):
 
 
 def test_a_restarted_leader_at_the_same_address_does_not_lead_for_its_former_self():
-    """Seed 3299: it collected as leader, struck the only live member over a cut link, and kept it struck for ever."""
+    """Seed 3299: it collected as leader, excluded the only live member over a cut link, and kept it excluded for ever."""
     run_schedule(Schedule.draw(3299))

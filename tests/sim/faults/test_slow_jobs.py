@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 from test_faults import after_steps
 
 from swarm.base.errors import Stalled
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 
@@ -72,7 +72,7 @@ def test_one_that_hangs_among_slow_ones_is_passed_by_within_three_of_its_job_tim
     async def main():
         simulation = slow_swarm(config)
         await simulation.start(peers_per_stage=2, trainers=1)
-        wiring, blamed = simulation.nodes["trainer0"].peer._passes.wiring, set()
+        wiring, blamed = simulation.nodes["trainer0"].peer._route_trips.wiring, set()
         failed = wiring.failed
 
         def listen(stage, peer, **options):

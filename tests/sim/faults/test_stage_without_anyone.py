@@ -1,4 +1,4 @@
-"""A stage has nobody: one candidate waits in the seat, all others learn what for, nobody is loud, and the run goes on then."""
+"""A stage has nobody: one candidate waits in the coordinator's place, all others learn what for, nobody is loud, and the run goes on then."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 from collections import Counter
 
 import pytest
+
+from swarm.base.config import Timing
 from swarm.testing.simulation.invariants import run_checked
 from swarm.testing.simulation.phases import Log, committed, coordinator_of, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
-from swarm.base.config import Timing
 from swarm.wire import messages as m
 
 #: Seconds: after the first of them everything was said that there is to say.

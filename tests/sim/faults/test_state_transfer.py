@@ -9,15 +9,15 @@ import statistics
 from collections import Counter
 
 import pytest
+
+from swarm.peer.link import Refuse, RefusedBy
+from swarm.peer.stage import state_transfer
+from swarm.peer.stage.restore import RestorePoints
+from swarm.peer.stage.state_transfer import StateDonor
 from swarm.testing.simulation.phases import until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
 from swarm.testing.virtual_time import run_virtual
-from swarm.peer.stage import state_transfer
-from swarm.peer.link import Refuse, RefusedBy
-from swarm.peer.stage.restore import RestorePoints
-from swarm.peer.stage.state_transfer import StateDonor
 from swarm.wire import messages as m
 
 
@@ -85,7 +85,7 @@ def test_no_ticket_waits_for_a_newcomer_that_copies_an_average():
         await after_steps(simulation, 3)
         node = await simulation.add_stage_peer("stage1.3", 1)
         server, loop = node.peer.micro_batches, asyncio.get_running_loop()
-        plain_copy, plain_version, waits, copying = node.peer.member.copy_average, server._version, [], []
+        plain_copy, plain_version, waits, copying = node.peer.member.copy_sum, server._version, [], []
 
         async def slow_copy(holder, step, digest):
             await asyncio.sleep(0.8)
@@ -99,7 +99,7 @@ def test_no_ticket_waits_for_a_newcomer_that_copies_an_average():
             finally:
                 waits.append(loop.time() - began)
 
-        node.peer.member.copy_average, server._version = slow_copy, timed
+        node.peer.member.copy_sum, server._version = slow_copy, timed
         await simulation.finish()
         check(simulation)
         assert server.phases["accumulated"], "it never served"
@@ -176,13 +176,13 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
         simulation = Simulation(config, seed=23, forward_s=0.1)
         await simulation.start(peers_per_stage=1, trainers=1)
         await after_steps(simulation, 2)
-        donor, stranger = simulation.nodes["stage1.0"], simulation.nodes["stage0.0"]
-        link, run = stranger.peer.link, stranger.peer.context.run
+        donor, unknown_node = simulation.nodes["stage1.0"], simulation.nodes["stage0.0"]
+        link, run = unknown_node.peer.link, unknown_node.peer.context.run
         offer = m.StateOffer(run=run, stage=1, reader="00" * 8)
         manifest, _ = await link.ask(donor.peer.member.me, offer, m.StateManifest)
 
         async def hold() -> None:
-            ask = m.StateRange(run=run, stage=1, head=manifest.record.head, name="masters", offset=0, length=1, reader="00" * 8)
+            ask = m.StateRange(run=run, stage=1, version_id=manifest.record.version_id, name="masters", offset=0, length=1, reader="00" * 8)
             while True:
                 await link.ask(donor.peer.member.me, ask, m.StateChunk)
                 await asyncio.sleep(1.0)

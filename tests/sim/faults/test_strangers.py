@@ -6,15 +6,15 @@ import asyncio
 import logging
 
 import pytest
+
+from swarm.base.ids import Address, Ballot, Ticket
+from swarm.peer.link import Refuse
+from swarm.peer.trainer.retries import TicketFailed
+from swarm.testing.memory_transport import MemoryTransport
 from swarm.testing.simulation.phases import committed, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
-from swarm.base.ids import Address, Ballot, Ticket
 from swarm.testing.virtual_time import run_virtual
-from swarm.testing.memory_transport import MemoryTransport
-from swarm.peer.link import Refuse
-from swarm.peer.trainer.retries import TicketFailed
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 
@@ -29,10 +29,10 @@ def attack(messages_of, *, refused):
         async with asyncio.timeout(60):
             while max(simulation.commits, default=-1) < 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        stranger = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
+        unknown_node = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
         target = simulation.nodes["stage0.0"].address
         for message, buffers in messages_of(simulation):
-            reply = await stranger.call(target, Frame(message, buffers), stall_s=4)
+            reply = await unknown_node.call(target, Frame(message, buffers), stall_s=4)
             if refused:
                 assert isinstance(reply.message, m.Refusal), f"{message.kind} was answered by {reply.message.kind}"
         await simulation.finish(within_s=120)
@@ -44,7 +44,7 @@ def attack(messages_of, *, refused):
 
 def forged_records(simulation):
     record = simulation.commits[max(simulation.commits)]
-    following = {"previous_head": record.head, "step": record.step + 1, "head": "ab" * 32}
+    following = {"previous_head": record.version_id, "step": record.step + 1, "head": "ab" * 32}
     for change in (
         {**following, "results": ()},
         following,
@@ -69,11 +69,11 @@ def foreign_tickets(simulation):
     )
     for ticket in (Ticket(record.step + 1, 50), Ticket(record.step + 1, -1), Ticket(2**40, 0), Ticket(record.step + 1, 2**40)):
         yield m.Train(
-            run=record.run, ticket=ticket, head=record.head, stage=0, route=route, tensors=tensors
+            run=record.run, ticket=ticket, version_id=record.version_id, stage=0, route=route, tensors=tensors
         ), (bytes(48), bytes(8))  # fmt: skip
     large = (tensors[0].model_copy(update={"shape": (1000, 6)}), tensors[1])
     yield m.Train(
-        run=record.run, ticket=Ticket(record.step + 1, 0), head=record.head, stage=0, route=route, tensors=large
+        run=record.run, ticket=Ticket(record.step + 1, 0), version_id=record.version_id, stage=0, route=route, tensors=large
     ), (bytes(48_000), bytes(8))  # fmt: skip
 
 
@@ -83,8 +83,8 @@ def test_tickets_that_are_none_of_the_run_are_refused():
 
 def huge_ballot(simulation):
     record = simulation.commits[max(simulation.commits)]
-    stranger = record.members[0][0].model_copy(update={"peer": "f" * 40})
-    yield m.Elect(run=record.run, ballot=Ballot(2**63, "f" * 40), coordinator=stranger), ()
+    unknown_node = record.members[0][0].model_copy(update={"peer": "f" * 40})
+    yield m.Elect(run=record.run, ballot=Ballot(2**63, "f" * 40), coordinator=unknown_node), ()
 
 
 def test_a_huge_ballot_costs_an_election_and_no_more():
@@ -110,7 +110,7 @@ def malformed_answers(config, falsify, *, name):
 
 
 def without_tensors(frame):
-    if not isinstance(frame.message, m.StateChunk | m.AverageCopy):
+    if not isinstance(frame.message, m.StateChunk | m.SumCopy):
         return frame
     return Frame(frame.message.model_copy(update={"tensors": ()}))
 
@@ -191,7 +191,7 @@ def test_one_that_refuses_while_the_others_may_not_be_tried_ends_nothing():
         await committed(simulation, 1)
         odd, other = (simulation.nodes[f"stage1.{number}"].peer for number in range(2))
         odd.link._handlers[m.Train] = refuse
-        router = simulation.nodes["trainer0"].peer._passes.wiring._routers[1]
+        router = simulation.nodes["trainer0"].peer._route_trips.wiring._routers[1]
         for peer in router._peers.values():
             if peer.key == other.member.me.key:
                 peer.banned_until = asyncio.get_running_loop().time() + 20.0
@@ -212,12 +212,12 @@ def test_a_flood_of_joiners_is_bounded(count):
         await simulation.start(peers_per_stage=1, trainers=1)
         await simulation.began()
         backbone = simulation.nodes["backbone0"]
-        stranger = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
+        unknown_node = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
         run = backbone.peer.context.run
         refused = 0
         for i in range(count):
             member = m.Member(peer=f"{i:040x}", incarnation=f"{i:016x}", host="10.9.9.9", port=2)
-            reply = await stranger.call(backbone.address, Frame(m.Join(run=run, stage=0, member=member)), stall_s=4)
+            reply = await unknown_node.call(backbone.address, Frame(m.Join(run=run, stage=0, member=member)), stall_s=4)
             refused += isinstance(reply.message, m.Refusal)
         assert refused > 0
         await simulation.abandon()

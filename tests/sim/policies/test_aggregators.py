@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from swarm.testing.simulation.phases import Held, Log, committed, kind
+
+from swarm.peer.backbone import Backbone
+from swarm.testing.simulation.phases import HeldBack, Log, committed, kind
 from swarm.testing.simulation.simulation import Node, Simulation
 from swarm.testing.simulation.small_model import SmallFactory, one_process, small_config
-
 from swarm.testing.virtual_time import run_virtual
-from swarm.peer.backbone import Backbone
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame
@@ -47,13 +47,13 @@ class Swarm:
         self.simulation = Simulation(self.config, factory=_Padded(self.config.num_stages, elements))
         self.rate = rate
         self.reduces = Log(self.simulation, kind(m.Reduce))
-        self.averages = Log(self.simulation, kind(m.Average))
+        self.averages = Log(self.simulation, kind(m.AllReduce))
         #: Seconds of the last attempt to average each step.
         self.round_s: dict[int, float] = {}
         self.simulation.after_reply.append(self._note)
 
     def _note(self, call: Any) -> None:
-        if isinstance(call.message, m.Average):
+        if isinstance(call.message, m.AllReduce):
             self.round_s[call.message.step] = asyncio.get_running_loop().time() - call.began_at
 
     async def start(self, *, peers_per_stage: int = 4, aggregator: bool = True) -> None:
@@ -90,7 +90,7 @@ class Swarm:
         assert list(self.reopened().values()) == [1], "one attempt was lost"
         (step,) = self.reopened()
         assert self.weights(step)[4:] == [], "and made again without the auxiliary"
-        assert len(self.simulation.commits[max(self.simulation.commits)].members[0]) == 4, "no member was struck"
+        assert len(self.simulation.commits[max(self.simulation.commits)].members[0]) == 4, "no member was excluded"
         return step
 
     async def finish(self) -> None:
@@ -102,7 +102,7 @@ class Swarm:
         for step, record in simulation.commits.items():
             if step >= 0:
                 assert [r.num_tickets for r in record.results] == [self.config.tickets_per_step] * self.config.num_stages
-        assert all(len(heads) == 1 for heads in simulation.heads.values())
+        assert all(len(version_ids) == 1 for version_ids in simulation.version_ids.values())
         for stage in range(self.config.num_stages):
             digests = {peer.member.state_digest for peer in simulation.stage_peers(stage) if peer.membership.serving}
             assert len(digests) == 1, "replicas_identical"
@@ -169,7 +169,7 @@ def test_a_step_commits_though_its_auxiliary_is_gone_in_the_middle_of_a_round(ho
         swarm = Swarm()
         await swarm.start()
         simulation = swarm.simulation
-        with Held(simulation, kind(m.Slice, step=4, target=simulation.nodes["aggregator"]), limit=1) as held:
+        with HeldBack(simulation, kind(m.Slice, step=4, target=simulation.nodes["aggregator"]), limit=1) as held:
             await held.reached()
             began = asyncio.get_running_loop().time()
             if how == "killed":
@@ -209,7 +209,7 @@ def test_one_that_leaves_ends_its_attempt_first() -> None:
         swarm = Swarm()
         await swarm.start()
         simulation = swarm.simulation
-        with Held(simulation, kind(m.Slice, step=4, target=simulation.nodes["aggregator"]), limit=1) as held:
+        with HeldBack(simulation, kind(m.Slice, step=4, target=simulation.nodes["aggregator"]), limit=1) as held:
             await held.reached()
             leaving = asyncio.create_task(simulation.leave("aggregator"))
             await asyncio.sleep(0.1)
@@ -261,7 +261,7 @@ def test_a_member_that_is_gone_is_not_the_auxiliarys_fault(how: str) -> None:
         await swarm.start()
         simulation = swarm.simulation
         victim = simulation.nodes["stage0.2"]
-        with Held(simulation, kind(m.Slice, step=4, source=victim), limit=100) as held:
+        with HeldBack(simulation, kind(m.Slice, step=4, source=victim), limit=100) as held:
             await held.reached()
             if how == "killed":
                 await simulation.kill(victim.name)
@@ -287,7 +287,7 @@ def test_a_member_that_the_auxiliary_waits_for_in_vain_is_named() -> None:
         simulation = swarm.simulation
         await committed(simulation, 5)
         aggregator, victim = simulation.nodes["aggregator"], simulation.nodes["stage0.2"]
-        with Held(simulation, kind(m.Slice, step=5, source=victim, target=aggregator), limit=100) as held:
+        with HeldBack(simulation, kind(m.Slice, step=5, source=victim, target=aggregator), limit=100) as held:
             await held.reached()
             await committed(simulation, 6)
         await swarm.finish()

@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter
 
 import pytest
-from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.phases import Held, Log, committed, coordinator_of, kind, until
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.config import RunConfig, Timing
+from swarm.testing.simulation.invariants import run_checked
+from swarm.testing.simulation.phases import HeldBack, Log, committed, coordinator_of, kind, until
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
 from swarm.wire import messages as m
 
 
@@ -112,7 +112,7 @@ def test_a_mover_that_dies_during_its_download_costs_nothing_but_itself():
         await start(simulation, [2, 1, 1])
         await committed(simulation, 1)
         simulation.move("stage0.1", 1)
-        with Held(simulation, kind(m.StateRange)) as held:
+        with HeldBack(simulation, kind(m.StateRange)) as held:
             await held.reached()
             await simulation.kill("stage0.1")
         await simulation.finish()
@@ -168,7 +168,7 @@ def test_a_mover_keeps_its_old_state_until_it_sees_a_live_member_there():
         await committed(simulation, 1)
         mover, other = simulation.nodes["stage0.1"], simulation.nodes["stage0.0"]
         simulation.move("stage0.1", 1)
-        with Held(simulation, kind(m.Status, source=mover, target=other)) as held:
+        with HeldBack(simulation, kind(m.Status, source=mover, target=other)) as held:
             await held.reached()
             simulation.network.cut(mover.address, other.address)
         await until(lambda: mover.peer.membership.state == "moving", "the mover was handed over")

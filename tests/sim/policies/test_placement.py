@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 
+from swarm.base.config import Timing
+from swarm.base.ids import new_incarnation
 from swarm.testing.simulation.invariants import run_checked
 from swarm.testing.simulation.phases import committed, coordinator_of, until
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import small_config
-
-from swarm.base.config import Timing
-from swarm.base.ids import new_incarnation
 from swarm.wire import messages as m
 
 
@@ -55,7 +54,7 @@ def test_a_stage_of_slow_peers_is_helped_rather_than_the_one_with_the_fewest():
             node.slowness = 4.0 if stage == 1 else 1.0
         await simulation.add_trainer("trainer0")
         await committed(simulation, 1)
-        await until(lambda: "not" not in coordinator_of(simulation).peer.seat.coordinator.rebalancing.reason, "it measured")
+        await until(lambda: "not" not in coordinator_of(simulation).peer.election.coordinator.rebalancing.reason, "it measured")
         placed = await place(simulation, 1)
         assert placed.stage == 1, placed.reason
         tight = await place(simulation, 2, room_bytes=1)
@@ -76,7 +75,7 @@ def test_a_device_that_computed_nothing_yet_is_judged_by_the_benchmark_that_all_
             if node.name.startswith("stage"):
                 node.peer.meter._flops_per_s = 1e9
         await committed(simulation, 3)
-        coordinator = coordinator_of(simulation).peer.seat.coordinator
+        coordinator = coordinator_of(simulation).peer.election.coordinator
         coordinator.rebalancing._remember()
         placed = await place(simulation, 1, flops_per_s=1e10)
         expected_s = next(iter(coordinator.rebalancing._placed.values()))[3]
@@ -94,7 +93,7 @@ def test_before_the_run_has_begun_newcomers_fill_the_stages():
         await simulation.add_trainer("trainer0")
         await simulation.add_stage_peer("a", 1)
         await until(lambda: any(simulation.coordinates(n) for n in simulation.nodes.values()), "a coordinator")
-        await until(lambda: coordinator_of(simulation).peer.seat.coordinator.listing.joining, "a peer asked to join")
+        await until(lambda: coordinator_of(simulation).peer.election.coordinator.next_members.joining, "a peer asked to join")
         assert sorted([(await place(simulation, n)).stage for n in range(2)]) == [0, 2]
         await simulation.abandon()
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+
 from swarm.testing.simulation.phases import Log, committed, kind
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, small_config
-
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 
@@ -50,7 +50,7 @@ def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
         assert shares[STEPS - 1][peer] > 0.05 * total, f"its line is good again: {shares[STEPS - 1]}"
         sent = sum(p.member.average_bytes_sent for p in simulation.stage_peers(0))
         assert sent == STEPS * 2 * 3 * total * 8, "three parts of every fp64 value go out, and three sums come back"
-        assert all(len(heads) == 1 for heads in simulation.heads.values())
+        assert all(len(version_ids) == 1 for version_ids in simulation.version_ids.values())
         digests = {p.member.state_digest for p in simulation.stage_peers(0)}
         assert len(digests) == 1, "replicas_identical with unequal shares"
         await simulation.close()

@@ -7,16 +7,16 @@ import json
 
 import pytest
 import torch
-from swarm.testing.simulation.phases import committed
-from swarm.testing.simulation.simulation import Simulation
 from test_llama import llama_config, plain_loop
 
 from launch.recut import main as recut
 from models.registry import factory_of
 from swarm.base.config import parse_config_bytes
-from swarm.testing.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.simulation.phases import committed
+from swarm.testing.simulation.simulation import Simulation
+from swarm.testing.virtual_time import run_virtual
 
 OLD = {"precision": "fp64", "total_steps": 8, "checkpoint_every": 2, "checkpoint_copies": 1, "lr_schedule": "constant"}
 

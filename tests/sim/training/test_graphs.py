@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from swarm.testing.simulation.schedules import Schedule, run_schedule
-
 from tests.unit.stage.recorded_calls import RecordedCall, install
 
 NUM_SCHEDULES = 5

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+
 from swarm.testing.simulation.simulation import Node, Simulation
 from swarm.testing.simulation.small_model import SmallFactory, small_config
-
 from swarm.testing.virtual_time import run_virtual
 
 
@@ -34,7 +34,7 @@ def holds_the_newest(simulation: Simulation, stage: int, node: Node) -> bool:
     """Whether the stage would live on with this peer alone."""
     newest, peer = simulation.commits[max(simulation.commits)], node.peer
     listed = any(x.peer == peer.context.peer and x.ready for x in newest.members[stage])
-    return listed and peer.membership.serving and peer.member.versions.newest.head == newest.head
+    return listed and peer.membership.serving and peer.member.versions.newest.version_id == newest.version_id
 
 
 @pytest.mark.parametrize("frozen", [(), ("layer1.weight", "layer0.bias")], ids=["all trained", "some frozen"])
@@ -83,7 +83,7 @@ def test_a_run_begins_only_where_every_stage_has_someone_with_the_weights() -> N
         await simulation.add_stage_peer("stage1.0", 1)
         await simulation.add_trainer("trainer0")
         await asyncio.sleep(30.0)
-        assert not simulation.heads
+        assert not simulation.version_ids
         waiting = simulation.describe()
         simulation.factory = FileFactory(3, has_values=True)
         await simulation.add_stage_peer("stage1.1", 1)
@@ -106,15 +106,15 @@ def test_peers_that_lost_the_files_go_on_from_their_checkpoints(tmp_path) -> Non
         simulation = Simulation(config, seed=6, factory=FileFactory(3, has_values=True), state_dir=tmp_path)
         await simulation.start(peers_per_stage=1, trainers=1)
         async with asyncio.timeout(60.0):
-            while max(simulation.heads, default=-1) < 3:  # noqa: ASYNC110
+            while max(simulation.version_ids, default=-1) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)
         await simulation.abandon()
-        simulation.heads.clear()
+        simulation.version_ids.clear()
         simulation.factory = FileFactory(3, has_values=False)
         await simulation.start(peers_per_stage=1, trainers=1)
         await simulation.finish()
-        steps = sorted(simulation.heads)
+        steps = sorted(simulation.version_ids)
         await simulation.close()
         return steps
 

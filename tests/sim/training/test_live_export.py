@@ -7,16 +7,16 @@ import random
 
 import pytest
 import torch
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import small_config
 
 from swarm.base.errors import ConfigError, RemoteError
 from swarm.base.ids import Address
-from swarm.testing.virtual_time import run_virtual
-from swarm.testing.memory_transport import MemoryTransport
 from swarm.peer.joining import fetch_run
 from swarm.peer.stage.live_state import fetch_parameters
 from swarm.stage.layout import Layout
+from swarm.testing.memory_transport import MemoryTransport
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import small_config
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.messages import StateRange
 
 
@@ -31,7 +31,7 @@ async def fetch(simulation: Simulation, transport: MemoryTransport, *, deadline_
     )
 
 
-def test_a_live_run_gives_all_stages_of_one_head_and_goes_on() -> None:
+def test_a_live_run_gives_all_stages_of_one_version_and_goes_on() -> None:
     torch.set_num_threads(1)
     config = small_config(total_steps=12)
 
@@ -42,22 +42,22 @@ def test_a_live_run_gives_all_stages_of_one_head_and_goes_on() -> None:
         for peer in simulation.stage_peers():
             def note(record, peer=peer):
                 newest = peer.member.versions.newest
-                masters[peer.stage, newest.head] = newest.masters
+                masters[peer.stage, newest.version_id] = newest.masters
 
             note(None)
             peer.member.on_commit.append(note)
         await simulation.began()
         transport = visitor(simulation)
-        heads = []
+        version_ids = []
         for _ in range(3):
             record, parameters = await fetch(simulation, transport)
-            heads.append(record.step)
+            version_ids.append(record.step)
             await asyncio.sleep(0.37)
             for stage in range(config.num_stages):
-                expected = Layout.of(simulation.factory.build(stage)).named(masters[stage, record.head])
+                expected = Layout.of(simulation.factory.build(stage)).named(masters[stage, record.version_id])
                 assert all(torch.equal(parameters[name], value) for name, value in expected.items())
             assert len(parameters) == 2 * config.num_stages
-        assert heads[0] < heads[-1] < config.total_steps - 1, "it was taken while training went on"
+        assert version_ids[0] < version_ids[-1] < config.total_steps - 1, "it was taken while training went on"
         await simulation.finish()
         check(simulation)
         await transport.close()

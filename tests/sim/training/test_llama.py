@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from swarm.testing.simulation.simulation import Simulation
-from swarm.testing.simulation.small_model import add_gradients
 
 from models.registry import factory_of
 from swarm.base.config import RunConfig
-from swarm.testing.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
 from swarm.policy.schedule import learning_rate
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.simulation.simulation import Simulation
+from swarm.testing.simulation.small_model import add_gradients
+from swarm.testing.virtual_time import run_virtual
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 
@@ -140,7 +140,7 @@ def test_an_exported_run_loads_with_transformers_and_evaluates_alike(tmp_path):
     (evaluation,) = evaluations_of(config, feed, tmp_path)
     assert evaluation.step == config.total_steps
     checkpoints = find_complete([tmp_path])
-    assert [c.record.head for c in checkpoints] == [evaluation.head] * 3
+    assert [c.record.version_id for c in checkpoints] == [evaluation.version_id] * 3
     parameters = {}
     for checkpoint in checkpoints:
         parameters |= checkpoint.parameters()
@@ -167,5 +167,5 @@ def test_the_checkpoint_of_the_lowest_evaluation_is_kept(tmp_path):
     assert [e.step for e in evaluations] == [1, 2, 3, 4, 5, 6]
     best = min(evaluations, key=lambda e: e.loss)
     assert best.step < 6, "or the newest is the best, which is kept anyhow"
-    assert {(c.record.head, c.best_loss) for c in find_complete([tmp_path], best=True)} == {(best.head, best.loss)}
+    assert {(c.record.version_id, c.best_loss) for c in find_complete([tmp_path], best=True)} == {(best.version_id, best.loss)}
     assert {c.record.step + 1 for c in find_complete([tmp_path])} == {6}

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 import torch
+
+from swarm.policy.schedule import learning_rate
 from swarm.testing.simulation.invariants import run_checked
 from swarm.testing.simulation.schedules import Faults, Schedule
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFeed, SmallStage, add_gradients, small_config
-
 from swarm.testing.virtual_time import run_virtual
-from swarm.policy.schedule import learning_rate
 
 COCKTAIL = {
     "average_compression": "cocktail", "cocktail_top": 0.3, "fragments": 2, "outer_learning_rate": 1.0, "outer_momentum": 0.0,
@@ -28,9 +28,9 @@ def local_config(**changes):
 
 def replicas(simulation):
     """States, stage by stage, of those that hold the last step."""
-    last = simulation.heads[simulation.config.total_steps - 1]
+    last = simulation.version_ids[simulation.config.total_steps - 1]
     peers = [[p.member for p in simulation.stage_peers(stage)] for stage in range(simulation.config.num_stages)]
-    return [{x.state_digest for x in xs if x.versions.newest.head in last and x.state_digest} for xs in peers]
+    return [{x.state_digest for x in xs if x.versions.newest.version_id in last and x.state_digest} for xs in peers]
 
 
 def one_process_diloco(config, num_steps):

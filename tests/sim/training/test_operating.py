@@ -6,20 +6,20 @@ import asyncio
 import logging
 
 import pytest
+
+from swarm.peer.link import Refuse
+from swarm.stage.saved.whole_checkpoint import find_complete
 from swarm.testing.simulation.phases import committed, coordinator_of, finish_from, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
-
 from swarm.testing.virtual_time import run_virtual
-from swarm.peer.link import Refuse
-from swarm.stage.saved.whole_checkpoint import find_complete
 from swarm.wire import messages as m
 
 
 async def say(simulation: Simulation, action: str, at_step: int | None = None) -> m.Operated:
     node = coordinator_of(simulation)
     order = m.Operate(run=node.peer.context.run, action=action, at_step=at_step)
-    return await node.peer.seat.coordinator.on_operate(order, node.address.host)
+    return await node.peer.election.coordinator.on_operate(order, node.address.host)
 
 
 async def stands_still(simulation: Simulation, seconds: float) -> int:
@@ -50,7 +50,7 @@ def test_a_paused_run_stays_paused_under_the_next_coordinator_and_goes_on_when_t
         assert await stands_still(simulation, 30.0) == paused_at
         trainer = simulation.nodes["trainer0"].peer
         assert trainer.waiting_for == "an operator: the run is paused"
-        assert trainer.tries.num_retries == 0, "tickets were tried while the run was paused"
+        assert trainer.retries.num_retries == 0, "tickets were tried while the run was paused"
         await say(simulation, "resume")
         await simulation.finish()
         check(simulation)
@@ -128,7 +128,7 @@ def test_a_paused_run_that_is_stopped_trains_no_more_and_goes_on_when_told(tmp_p
             await simulation.nodes["trainer0"].running
         assert await stands_still(simulation, 30.0) == paused_at
         assert (await say(simulation, "stop")).text == f"the run has stopped after step {paused_at} already"
-        waiting_for = coordinator_of(simulation).peer.seat.coordinator.waiting_for
+        waiting_for = coordinator_of(simulation).peer.election.coordinator.waiting_for
         assert waiting_for == f"an operator: the run was stopped after step {paused_at}"
         assert find_complete([tmp_path])[0].record.step + 1 == paused_at
         await say(simulation, "resume")
@@ -182,9 +182,9 @@ def test_only_the_coordinators_own_machine_operates_the_run(remote):
         node = coordinator_of(simulation)
         order = m.Operate(run=node.peer.context.run, action="stop")
         with pytest.raises(Refuse, match="operated from the machine of its coordinator"):
-            await node.peer.seat.coordinator.on_operate(order, remote)
+            await node.peer.election.coordinator.on_operate(order, remote)
         for here in ("127.0.0.1", "::1", node.address.host):
-            await node.peer.seat.coordinator.on_operate(order, here)
+            await node.peer.election.coordinator.on_operate(order, here)
         await simulation.close()
 
     run_virtual(main())

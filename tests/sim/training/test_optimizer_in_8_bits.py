@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from swarm.testing.simulation.phases import committed
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import one_process, small_config
-
 from swarm.testing.virtual_time import run_virtual
 
 
 def digests(simulation, stage):
-    return {(p.member.versions.newest.head, p.member.state_digest) for p in simulation.stage_peers(stage)}
+    return {(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(stage)}
 
 
 def test_replicas_identical_with_a_newcomer_that_took_codes_over():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import one_process, small_config
-
 from swarm.testing.virtual_time import run_virtual
 
 
@@ -17,7 +17,7 @@ def run_swarm(config, *, seed=0, **start):
         await simulation.finish()
         losses, parameters = simulation.records(), simulation.parameters()
         replicas = [
-            [(p.member.versions.newest.head, p.member.state_digest) for p in simulation.stage_peers(stage)]
+            [(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(stage)]
             for stage in range(config.num_stages)
         ]
         await simulation.close()

@@ -7,15 +7,15 @@ import shutil
 
 import pytest
 import torch
-from swarm.testing.simulation.phases import until
-from swarm.testing.simulation.simulation import Simulation
 from test_llama import llama_config
 
 from launch.replay import main as replay
 from launch.run.ticket_files import TicketFiles
 from models.registry import factory_of
-from swarm.testing.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
+from swarm.testing.simulation.phases import until
+from swarm.testing.simulation.simulation import Simulation
+from swarm.testing.virtual_time import run_virtual
 
 PEERS = 2
 

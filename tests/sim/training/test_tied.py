@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 import torch
-from swarm.testing.simulation.schedules import Schedule, run_schedule
-from swarm.testing.simulation.simulation import Simulation, check
-from swarm.testing.simulation.small_model import one_process, small_config
 from test_llama import llama_config, plain_loop
 
 from models.registry import factory_of
-from swarm.testing.virtual_time import run_virtual
 from swarm.feed.feed import open_feed
 from swarm.stage.saved.whole_checkpoint import find_complete
+from swarm.testing.simulation.schedules import Schedule, run_schedule
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.small_model import one_process, small_config
+from swarm.testing.virtual_time import run_virtual
 
 NUM_SCHEDULES = 8
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_averaging_round import (
-    TERM,
+    ATTEMPT,
     coded_sum,
     decoded,
     make_exchanges,
@@ -23,13 +23,21 @@ from test_averaging_round import (
     seals,
 )
 
-from swarm.averaging.all_reduce import Average, Exchange, Round
+from swarm.averaging.all_reduce import PhaseExchange, Round, StageSum
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import AUXILIARY_WINDOW, Code, Part, Payload, Reduction, RoundFailed, bytes_under_way
+from swarm.averaging.reduction import (
+    AUXILIARY_WINDOW,
+    Code,
+    CodedChunk,
+    GroupVector,
+    Reduction,
+    RoundFailed,
+    bytes_under_way,
+)
 from swarm.base.errors import RemoteRefused, Unreachable
-from swarm.testing.virtual_time import run_virtual
 from swarm.policy.shares import hagenbach_bischoff
+from swarm.testing.virtual_time import run_virtual
 
 torch.set_num_threads(1)
 
@@ -50,7 +58,7 @@ class Group:
         everyone = [member(number) for number in range(num + num_auxiliaries)]
         self.rounds = [
             Round(
-                TERM, seals(num), everyone[i].key,
+                ATTEMPT, seals(num), everyone[i].key,
                 Plain(self.num_elements, code).compress(Contribution(contribution, (1,) * num, i, 0)), dtype=dtype,
                 shares=shares, auxiliaries=everyone[num:], **options,
             )
@@ -58,7 +66,7 @@ class Group:
         ]  # fmt: skip
         self.auxiliaries = [
             Reduction(
-                everyone, num + k, Part(self.num_elements, None, code), dtype=dtype, shares=shares,
+                everyone, num + k, GroupVector(self.num_elements, None, code), dtype=dtype, shares=shares,
                 num_auxiliaries=num_auxiliaries, **options,
             )
             for k in range(num_auxiliaries)
@@ -68,8 +76,8 @@ class Group:
         #: Most bytes of parts and of sums, and most chunks, that an auxiliary held.
         self.most_bytes = self.most_chunks = 0
 
-    def _exchange_of(self, me: int) -> Exchange:
-        async def exchange(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+    def _exchange_of(self, me: int) -> PhaseExchange:
+        async def exchange(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             await asyncio.sleep(self._rng.uniform(0.0, 0.1))
             if self._fault is not None:
                 await self._fault(me, j)
@@ -99,7 +107,7 @@ class Group:
         self.most_bytes = max(self.most_bytes, held)
         self.most_chunks = max(self.most_chunks, len(auxiliary._chunks))
 
-    async def run(self, *, dead: int | None = None) -> list[Average | BaseException]:
+    async def run(self, *, dead: int | None = None) -> list[StageSum | BaseException]:
         alive = [i for i in range(len(self.rounds)) if i != dead]
         return await asyncio.gather(
             *(self.rounds[i].run(self._exchange_of(i)) for i in alive), return_exceptions=True
@@ -122,7 +130,7 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
     generator = torch.Generator().manual_seed(seed)
     contributions = [torch.randn(num_elements, generator=generator, dtype=dtype) if held else None for held in holds]
 
-    async def main() -> tuple[list[Average | BaseException], Group]:
+    async def main() -> tuple[list[StageSum | BaseException], Group]:
         group = Group(contributions, num_auxiliaries, shares, dtype=dtype, seed=seed, chunk_elements=chunk_elements)
         results = await group.run()
         for auxiliary in group.auxiliaries:
@@ -133,7 +141,7 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
     results, group = run_virtual(main())
     expected = plain_sum(contributions, num_elements, dtype)
     for result in results:
-        assert isinstance(result, Average), result
+        assert isinstance(result, StageSum), result
         assert result.flat.dtype == dtype
         assert torch.equal(result.flat, expected)
     assert len({result.digest for result in results}) == 1, "replicas_identical"  # type: ignore[union-attr]
@@ -153,13 +161,13 @@ def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
     contributions: Contributions = [torch.randn(num_elements, generator=generator) for _ in range(num)]
     shares = hagenbach_bischoff(num_elements, [1.0] * num + [2.0])
 
-    async def main() -> list[Average | BaseException]:
+    async def main() -> list[StageSum | BaseException]:
         return await Group(contributions, 1, shares, codec=codec, seed=seed, chunk_elements=chunk_elements).run()
 
     results = run_virtual(main())
     expected = coded_sum(contributions, shares, chunk_elements, codec)
     for result in results:
-        assert isinstance(result, Average), result
+        assert isinstance(result, StageSum), result
         assert torch.equal(result.flat, expected)
 
 
@@ -170,7 +178,7 @@ def test_an_auxiliary_holds_chunks_under_way_and_no_slice(codec: str) -> None:
 
     async def main() -> Group:
         group = Group([torch.ones(num_elements)] * num, 1, [0] * num + [num_elements], codec=codec)
-        assert all(isinstance(result, Average) for result in await group.run())
+        assert all(isinstance(result, StageSum) for result in await group.run())
         return group
 
     group = run_virtual(main())
@@ -185,7 +193,7 @@ def test_an_auxiliary_that_is_gone_is_named_by_all() -> None:
         if receiver == 3:
             raise Unreachable("no connection")
 
-    async def main() -> list[Average | BaseException]:
+    async def main() -> list[StageSum | BaseException]:
         async with asyncio.timeout(5.0):
             return await Group([torch.ones(9)] * 3, 1, [1, 1, 1, 6], fault=fault).run()
 
@@ -213,7 +221,7 @@ def test_members_name_an_auxiliary_whose_sums_are_no_numbers() -> None:
     async def main() -> None:
         (one, *_) = make_exchanges([torch.ones(6)] * 2 + [torch.zeros(6)], shares=[0, 0, 6], num_auxiliaries=1)
 
-        async def exchange(j: int, number: int, part: Payload | None) -> Payload:
+        async def exchange(j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             return payload(torch.full((6,), float("inf")))
 
         with pytest.raises(RoundFailed, match="a reduced slice") as raised:
@@ -225,7 +233,7 @@ def test_members_name_an_auxiliary_whose_sums_are_no_numbers() -> None:
 
 def auxiliary_of_two() -> Reduction:
     members = [member(number) for number in range(3)]
-    return Reduction(members, 2, Part(4, None), dtype=torch.float32, shares=[1, 1, 2], num_auxiliaries=1, chunk_elements=1)
+    return Reduction(members, 2, GroupVector(4, None), dtype=torch.float32, shares=[1, 1, 2], num_auxiliaries=1, chunk_elements=1)
 
 
 def test_an_auxiliary_knows_whose_parts_it_waits_for() -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_averaging_round import TERM, exchange_of, seals
+from test_averaging_round import ATTEMPT, exchange_of, seals
 
-from swarm.averaging.all_reduce import Average, Round
+from swarm.averaging.all_reduce import Round, StageSum
 from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor, Contribution
 from swarm.averaging.compressors.powersgd import PowerSgd, _Matrix
 from swarm.averaging.reduction import Code
-from swarm.testing.virtual_time import run_virtual
 from swarm.stage.layout import Layout
+from swarm.testing.virtual_time import run_virtual
 
 
 def one_round(
@@ -28,11 +28,11 @@ def one_round(
     """The committed average of one round, the same bits at every member; each adopts what it kept back."""
     counted = tuple(n if flat is not None else 0 for n, flat in zip(tokens or [1] * len(flats), flats, strict=True))
 
-    async def main() -> list[Average]:
+    async def main() -> list[StageSum]:
         names = seals(len(flats))
         rounds = [
             Round(
-                TERM, names, names[i].member.key,
+                ATTEMPT, names, names[i].member.key,
                 compressors[i].compress(Contribution(flat, counted, i, step)), dtype=torch.float32,
                 chunk_elements=chunk_elements,
             )

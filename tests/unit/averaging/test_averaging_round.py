@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.averaging.all_reduce import Average, Exchange, Round
+from swarm.averaging.all_reduce import PhaseExchange, Round, StageSum
 from swarm.averaging.butterfly import Butterfly
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
@@ -20,26 +20,26 @@ from swarm.averaging.reduction import (
     MAX_CHUNK_ELEMENTS,
     MIN_CHUNK_ELEMENTS,
     Code,
-    Part,
-    Payload,
+    CodedChunk,
+    GroupVector,
     RoundFailed,
     chunk_elements_of,
     num_chunks_of,
     window_of,
 )
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
-from swarm.testing.virtual_time import run_virtual
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.compression import decode_tensor, encode_tensor
-from swarm.wire.messages import BLOCK_SIZE, Member, Seal, Term
+from swarm.wire.messages import BLOCK_SIZE, Attempt, Member, Seal
 
 torch.set_num_threads(1)
 
-TERM = Term(n=4)
+ATTEMPT = Attempt(n=4)
 #: Raises to make the exchange from a member to another fail, `(sender, receiver) -> None`.
 Fault = Callable[[int, int], Awaitable[None]]
 
@@ -49,7 +49,7 @@ def member(number: int) -> Member:
 
 
 def seals(num: int) -> list[Seal]:
-    return [Seal(member=member(number), head="c" * 64) for number in range(num)]
+    return [Seal(member=member(number), version_id="c" * 64) for number in range(num)]
 
 
 def make_rounds(
@@ -59,7 +59,7 @@ def make_rounds(
     plain = Plain(num_elements, Code(codec))  # type: ignore[arg-type]
     return [
         Round(
-            TERM, names, names[i].member.key, plain.compress(Contribution(contribution, (1,) * len(names), i, 0)),
+            ATTEMPT, names, names[i].member.key, plain.compress(Contribution(contribution, (1,) * len(names), i, 0)),
             dtype=dtype, **options,
         )
         for i, contribution in enumerate(contributions)
@@ -70,30 +70,30 @@ def make_exchanges(contributions: list[torch.Tensor], shares: list[int] | None =
     """One exchange by itself, without the round around it."""
     members = [member(number) for number in range(len(contributions))]
     return [
-        Butterfly(members, i, Part(values.numel(), values), dtype=torch.float32, shares=shares or [], **options)
+        Butterfly(members, i, GroupVector(values.numel(), values), dtype=torch.float32, shares=shares or [], **options)
         for i, values in enumerate(contributions)
     ]
 
 
-def payload(tensor: torch.Tensor, codec: str = "raw") -> Payload:
+def payload(tensor: torch.Tensor, codec: str = "raw") -> CodedChunk:
     return encode_tensor("slice", tensor, codec, "state")  # type: ignore[arg-type]
 
 
-def on_the_wire(sent: Payload) -> Payload:
+def on_the_wire(sent: CodedChunk) -> CodedChunk:
     """The same bytes in another place."""
     return sent[0], bytearray(sent[1])
 
 
-def decoded(received: Payload) -> torch.Tensor:
+def decoded(received: CodedChunk) -> torch.Tensor:
     return decode_tensor(*received)
 
 
 def exchange_of(
     rounds: list[Round], me: int, *, rng: random.Random, fault: Fault | None = None
-) -> Exchange:
+) -> PhaseExchange:
     """Direct calls that take random times; what a member's round fails with reaches its callers as a refusal."""
 
-    async def exchange(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+    async def exchange(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
         await asyncio.sleep(rng.uniform(0.0, 0.1))
         if fault is not None:
             await fault(me, j)
@@ -109,7 +109,7 @@ def exchange_of(
 
 async def run_all(
     rounds: list[Round], *, seed: int = 0, fault: Fault | None = None, dead: frozenset[int] = frozenset()
-) -> list[Average | BaseException]:
+) -> list[StageSum | BaseException]:
     """Every member runs, but for the `dead`."""
     rng = random.Random(seed)
     alive = [i for i in range(len(rounds)) if i not in dead]
@@ -121,13 +121,13 @@ async def run_all(
 def averages(
     contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0,
     **options: Any,
-) -> list[Average]:  # fmt: skip
-    async def main() -> list[Average | BaseException]:
+) -> list[StageSum]:  # fmt: skip
+    async def main() -> list[StageSum | BaseException]:
         return await run_all(make_rounds(contributions, num_elements, dtype, **options), seed=seed)
 
     results = run_virtual(main())
     for result in results:
-        assert isinstance(result, Average), result
+        assert isinstance(result, StageSum), result
     return results  # type: ignore[return-value]
 
 
@@ -215,7 +215,7 @@ def test_the_sum_of_squares_is_taken_in_fp64() -> None:
 
 def test_the_average_names_the_attempt_and_its_seals() -> None:
     result = averages([torch.ones(2), torch.ones(2)], 2)[0]
-    assert result.term == TERM
+    assert result.attempt == ATTEMPT
     assert result.seals == tuple(seals(2))
 
 
@@ -276,8 +276,8 @@ def test_chunks_come_back_while_later_ones_are_still_being_sent(num_members: int
         rounds = make_rounds([torch.ones(num_elements)] * num_members, num_elements, torch.float32, chunk_elements=1)
         under_way = most = 0
 
-        def exchange(me: int) -> Exchange:
-            async def one(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+        def exchange(me: int) -> PhaseExchange:
+            async def one(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
                 nonlocal under_way, most
                 under_way += 1
                 most = max(most, under_way)
@@ -318,9 +318,9 @@ def test_a_later_accumulate_does_not_change_the_contribution() -> None:
         accumulator = Accumulator(0, layout, dtype=torch.float32, device="cpu")
 
         def add(index: int) -> None:
-            accumulator.ledger.grant(index, accumulator.ledger.term)
+            accumulator.ledger.grant(index, accumulator.ledger.attempt)
             gradients: list[torch.Tensor | None] = [torch.full(shape, 1.0 + index) for shape in layout.shapes]
-            assert accumulator.add(index, Entry(1, 0.0), gradients) == "accumulated"
+            assert accumulator.add(index, LedgerEntry(1, 0.0), gradients) == "accumulated"
 
         add(0)
         contribution = accumulator.contribution()
@@ -328,7 +328,7 @@ def test_a_later_accumulate_does_not_change_the_contribution() -> None:
         add(1)
         results = await run_all(rounds)
         for result in results:
-            assert isinstance(result, Average)
+            assert isinstance(result, StageSum)
             assert torch.equal(result.flat, torch.ones(9))
         later = accumulator.contribution()
         assert later is not None
@@ -417,7 +417,7 @@ def test_one_that_answers_with_a_refusal_is_not_blamed() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def refused(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+        async def refused(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             raise RemoteRefused("wrong_state", "ledger is open")
 
         async with asyncio.timeout(5.0):  # though the other's slice never comes
@@ -433,7 +433,7 @@ def test_a_slice_of_the_wrong_shape_or_dtype_names_its_sender(bad: torch.Tensor)
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def lies(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+        async def lies(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             return payload(bad)
 
         incoming = asyncio.create_task(round_.reduce(member(1), 0, 0, payload(torch.ones(2))))
@@ -449,7 +449,7 @@ def test_a_bug_in_the_exchange_is_no_ones_suspicion() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
 
-        async def broken(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+        async def broken(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             raise InternalError("ours")
 
         with pytest.raises(InternalError, match="ours"):
@@ -458,7 +458,7 @@ def test_a_bug_in_the_exchange_is_no_ones_suspicion() -> None:
     run_virtual(main())
 
 
-def test_a_stranger_has_no_index() -> None:
+def test_a_unknown_node_has_no_index() -> None:
     async def main() -> None:
         (round_, *_) = make_rounds([torch.ones(4)] * 2, 4, torch.float32)
         assert round_.index_of(member(1)) == 1

@@ -11,13 +11,13 @@ from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import genesis_record
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.device import KnownNumbers
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.versions import Version, make_version
-from swarm.wire.messages import Term
+from swarm.wire.messages import Attempt
 
 LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
@@ -49,8 +49,8 @@ def accumulator_of(own: OwnCopy, step: int = 0) -> LocalAccumulator:
 
 
 def add(accumulator: LocalAccumulator, index: int, gradient: torch.Tensor, tokens: int = 2) -> str:
-    accumulator.ledger.grant(index, accumulator.ledger.term)
-    return accumulator.add(index, Entry(tokens, 0.0), list(LAYOUT.views(gradient)))
+    accumulator.ledger.grant(index, accumulator.ledger.attempt)
+    return accumulator.add(index, LedgerEntry(tokens, 0.0), list(LAYOUT.views(gradient)))
 
 
 def test_the_oracle_of_the_outer_step() -> None:
@@ -92,23 +92,23 @@ def test_only_the_fragment_whose_turn_it_is_moves() -> None:
     assert moved.nonzero().flatten().tolist() == state.tensors["first"].nonzero().flatten().tolist() == [1, 4, 7]
 
 
-def test_a_copy_moves_alike_by_gradients_whose_memory_is_only_lent() -> None:
+def test_a_copy_moves_alike_by_gradients_whose_memory_is_only_borrowed() -> None:
     config, theta = config_of(), torch.randn(8)
-    plain, lent = (accumulator_of(own_of(config)) for _ in range(2))
+    plain, borrowed = (accumulator_of(own_of(config)) for _ in range(2))
     place = torch.empty(8)
-    for accumulator in (plain, lent):
+    for accumulator in (plain, borrowed):
         accumulator.version_for(outer_of(config, theta))
     for index in range(4):
         gradient = torch.randn(8)
         add(plain, index, gradient)
-        lent.ledger.grant(index, lent.ledger.term)
+        borrowed.ledger.grant(index, borrowed.ledger.attempt)
         place.copy_(gradient)
-        numbers = KnownNumbers(Entry(2, 0.0), is_finite=True)
-        assert lent.add_unseen(index, numbers, torch.ones(1, dtype=torch.int32), list(LAYOUT.views(place)), lent=True)
+        numbers = KnownNumbers(LedgerEntry(2, 0.0), is_finite=True)
+        assert borrowed.add_unseen(index, numbers, torch.ones(1, dtype=torch.int32), list(LAYOUT.views(place)), borrowed=True)
     place.zero_()
-    for accumulator in (plain, lent):
-        accumulator.freeze(Term(n=1))
-    assert torch.equal(plain.contribution(), lent.contribution())
+    for accumulator in (plain, borrowed):
+        accumulator.freeze(Attempt(n=1))
+    assert torch.equal(plain.contribution(), borrowed.contribution())
 
 
 def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.
         add(accumulator, index, gradients[index])
     total = torch.zeros(8)
     for accumulator in accumulators:
-        accumulator.freeze(Term(n=1))
+        accumulator.freeze(Attempt(n=1))
         total += accumulator.contribution()
     averaged, _ = nesterov(config, theta, total, at_rest(8), step=0, factor=1 / 16)
     assert torch.allclose(averaged, theta - learning_rate(config, 0) * gradients.sum(0) / 16, atol=1e-6)
@@ -156,7 +156,7 @@ def test_a_copy_moves_as_torchs_adamw_does_and_moments_go_on_after_the_commit() 
                 optimizer.param_groups[0]["lr"] = learning_rate(config, step)
                 optimizer.step()
                 plain.grad = None
-        accumulator.freeze(Term(n=1))
+        accumulator.freeze(Attempt(n=1))
         contribution = accumulator.contribution()
         assert contribution is not None
         assert torch.allclose(contribution, (theta - plain.detach()) * 10, atol=1e-5)
@@ -175,7 +175,7 @@ def test_tickets_compute_with_the_newest_copy() -> None:
     add(accumulator, 1, torch.ones(8))
     moved = accumulator.version_for(outer)
     assert (moved.masters != 0).all()
-    assert moved.head == outer.head
+    assert moved.version_id == outer.version_id
 
 
 def test_an_attempt_that_is_opened_again_goes_on_from_the_copy() -> None:
@@ -183,11 +183,11 @@ def test_an_attempt_that_is_opened_again_goes_on_from_the_copy() -> None:
     accumulator, outer = accumulator_of(own_of(config)), outer_of(config, torch.zeros(8))
     accumulator.version_for(outer)
     add(accumulator, 0, torch.ones(8))
-    accumulator.freeze(Term(n=1))
+    accumulator.freeze(Attempt(n=1))
     first = accumulator.contribution()
-    accumulator.ledger.collect(Term(n=2), freeze=False)
+    accumulator.ledger.collect(Attempt(n=2), freeze=False)
     add(accumulator, 1, torch.ones(8))
-    accumulator.freeze(Term(n=3))
+    accumulator.freeze(Attempt(n=3))
     second = accumulator.contribution()
     assert first is not None
     assert second is not None
@@ -207,7 +207,7 @@ def test_what_does_not_count_has_not_moved_the_copy(how: str) -> None:
         accumulator._per_update = 9
         add(accumulator, 1, torch.full((8,), 2.0**60))
         add(accumulator, 2, torch.full((8,), 2.0**60))
-        accumulator.freeze(Term(n=1))
+        accumulator.freeze(Attempt(n=1))
         assert not accumulator.ledger.entries
     assert accumulator.contribution() is None
     assert accumulator.version_for(outer) is outer

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import Payload
+from swarm.averaging.reduction import CodedChunk
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage.digest import digest_of, squares_of
 from swarm.stage.layout import Layout
 from swarm.stage.module import Tie, ties_of
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.messages import Attempt, Member, Seal
 
 TIE = Tie(((0, "embedding"), (2, "head")))
 SIZES = {0: {"embedding": 6, "other": 3}, 2: {"norm": 2, "head": 6, "bias": 1}}
@@ -87,14 +87,14 @@ def test_a_member_alone_leaves_its_accumulator_as_it_was_sealed() -> None:
     ranges = TiedRanges([TIE], 0, layout_of(0))
 
     async def main() -> torch.Tensor:
-        seals = [Seal(member=member, head="cc" * 32)]
+        seals = [Seal(member=member, version_id="cc" * 32)]
         compression = Plain(9).compress(Contribution(accumulated, (1,), 0, 0))
-        round_ = Round(Term(ballot=ZERO_BALLOT), seals, member.key, compression, dtype=torch.float32)
+        round_ = Round(Attempt(ballot=ZERO_BALLOT), seals, member.key, compression, dtype=torch.float32)
 
         async def add(flat: torch.Tensor):  # type: ignore[no-untyped-def]
             return ranges.tie(flat, {("embedding", 2): torch.ones(6)})
 
-        async def exchange(phase: int, j: int, number: int, part: Payload | None) -> Payload:
+        async def exchange(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             raise AssertionError("nobody else is here")
 
         return (await round_.run(exchange, add)).flat

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.run import composing
 from launch.backbone import parse
-from launch.run.composing import announce, compose
-from launch.run.kept_run import KEPT_RUN_FILE, KeptRun, kept_run
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS
+from launch.run import composing
+from launch.run.composing import announce, compose
+from launch.run.kept_run import KEPT_RUN_FILE, KeptRun, kept_run
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
@@ -137,7 +137,7 @@ def test_a_port_of_an_earlier_life_that_is_taken_now_is_replaced(
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"config": "{}"}', '{"config": "x", "port": 1, "seen_host": "", "way_out": "", "stage": 0}']
 )
-def test_a_file_that_keeps_nonsense_is_told_and_not_heeded(
+def test_a_file_that_keeps_nonsense_is_told_and_not_obeyed(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / KEPT_RUN_FILE).write_text(content)

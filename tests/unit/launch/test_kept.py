@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from launch.processes.children import Child
-from launch.local_swarm.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
 from launch.local import parse, resolve_plan
+from launch.local_swarm.kept import Kept, adopt_complete, bytes_under_way, held_text, newest_checkpoint, require_own
 from launch.local_swarm.processes import LocalSwarm
-from launch.processes.logs import Announcer
 from launch.local_swarm.view import Picture, PlainView, Row
+from launch.processes.children import Child
+from launch.processes.logs import Announcer
 from swarm.base.errors import ConfigError, SwarmError
 
 FULL = "cannot write checkpoint D/step-00000040: [Errno 28] No space left on device"
@@ -85,7 +85,7 @@ def test_a_run_that_is_not_on_disk_says_what_the_disk_said(newest: int | None, r
     assert kept.fault(40, newest) == fault
 
 
-class Told(PlainView):
+class HostNumbers(PlainView):
     def __init__(self, picture: Picture) -> None:
         super().__init__(picture, Announcer("launch_local", "text", quiet=True))
         self.lines: list[str] = []
@@ -97,11 +97,11 @@ class Told(PlainView):
         self.lines.append(f"step {line['step']}")
 
 
-def swarm_in(directory: Path, *words: str) -> tuple[LocalSwarm, Told]:
+def swarm_in(directory: Path, *words: str) -> tuple[LocalSwarm, HostNumbers]:
     """One that has started nothing, with a stage process for each of two stages."""
     config, plan = resolve_plan(parse(["--stages", "2", "--state-dir", str(directory), *words]))
     picture = Picture(title="", total_steps=config.total_steps)
-    view = Told(picture)
+    view = HostNumbers(picture)
     swarm = LocalSwarm(config, plan, picture, view)
     picture.rows.update({f"stage-{k}-0": Row("launch_stage", k) for k in range(2)})
     return swarm, view

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from launch.arguments import size_bytes
+from launch.processes.runner import run_peer
+from launch.processes.state_directory import claim_directory
 from launch.run.composing import _reachable_host
 from launch.run.metrics import MetricsFile
 from launch.run.moved_stage import STAGE_FILE, remember_stage, remembered_stage
-from launch.processes.runner import run_peer
-from launch.processes.state_directory import claim_directory
 from swarm.base.errors import ConfigError
 
 
@@ -82,8 +82,8 @@ def test_a_peer_behind_a_wildcard_that_was_seen_on_loopback_announces_its_way_ou
     assert _reachable_host("0.0.0.0", "127.0.0.1") not in ("0.0.0.0", "")
 
 
-def line_of(step: int, head: str = "a", run: str = "r") -> dict[str, object]:
-    return {"step": step, "head": f"{head}{step}", "run": run}
+def line_of(step: int, version_id: str = "a", run: str = "r") -> dict[str, object]:
+    return {"step": step, "head": f"{version_id}{step}", "run": run}
 
 
 def steps_in(path: Path) -> list[tuple[str, int, str]]:
@@ -129,8 +129,8 @@ def test_a_step_that_is_committed_anew_replaces_what_did_not_last(tmp_path: Path
     metrics = MetricsFile(path)
     metrics.append(line_of(2))  # told again, as a newcomer is told the last records
     assert [step for _, step, _ in steps_in(path)] == [7, 1, 2, 3, 4]
-    metrics.append(line_of(3, head="b"))
-    metrics.append(line_of(4, head="b"))
+    metrics.append(line_of(3, version_id="b"))
+    metrics.append(line_of(4, version_id="b"))
     metrics.close()
     expected = [("other", 7, "a7"), ("r", 1, "a1"), ("r", 2, "a2"), ("r", 3, "b3"), ("r", 4, "b4")]
     assert steps_in(path) == expected

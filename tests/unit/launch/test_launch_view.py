@@ -8,10 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from launch.processes.logs import Announcer
-from launch.status import table_of
-from launch.run.step_lines import goes_on_text, step_text
 from launch.local_swarm.view import Picture, PlainView, Row, draw
+from launch.processes.logs import Announcer
+from launch.run.step_lines import goes_on_text, step_text
+from launch.status import table_of
 from swarm.base.ids import Address
 from swarm.wire.messages import Member, StatusReply
 

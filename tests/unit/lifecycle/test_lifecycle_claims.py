@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.lifecycle.claims import ClaimBook
-from swarm.wire.messages import Member, Seal, Term
+from swarm.wire.messages import Attempt, Member, Seal
 
 HEAD = "c" * 64
 
@@ -17,12 +17,12 @@ def member(number: int, incarnation: int = 0) -> Member:
 
 
 MEMBERS = [member(number) for number in range(3)]
-STRANGERS = [member(9), member(0, incarnation=1)]  # nobody, and member 0 after a restart
+UNKNOWN_NODES = [member(9), member(0, incarnation=1)]  # nobody, and member 0 after a restart
 INDEXES = st.integers(0, 4)
 
 
 def seal(who: Member, *ledger: int, overflow: tuple[int, ...] = ()) -> Seal:
-    return Seal(member=who, ledger=ledger, overflow=overflow, head=HEAD)
+    return Seal(member=who, ledger=ledger, overflow=overflow, version_id=HEAD)
 
 
 class Twin:
@@ -32,13 +32,13 @@ class Twin:
         self.unused: set[tuple[int, str]] = set()
         self.used: set[tuple[int, str]] = set()
         self.overflowed: set[tuple[int, str]] = set()
-        self.struck: set[str] = set()
+        self.excluded: set[str] = set()
 
     def holders(self, index: int) -> set[str]:
         return {who for i, who in self.unused | self.used if i == index}
 
     def ask(self, who: Member, index: int) -> str:
-        if who not in MEMBERS or who.peer in self.struck:
+        if who not in MEMBERS or who.peer in self.excluded:
             return "denied"
         if any(i == index for i, _ in self.used) or (index, who.peer) in self.overflowed:
             return "denied"
@@ -51,13 +51,13 @@ class Twin:
         self.unused, self.used, self.overflowed = set(), set(), set()
         for one in seals:
             if set(one.ledger) & {i for i, _ in self.used}:
-                self.struck.add(one.member.peer)
+                self.excluded.add(one.member.peer)
             else:
                 self.used |= {(index, one.member.peer) for index in one.ledger}
                 self.overflowed |= {(index, one.member.peer) for index in one.overflow}
 
-    def strike(self, who: Member) -> list[int]:
-        self.struck.add(who.peer)
+    def exclude(self, who: Member) -> list[int]:
+        self.excluded.add(who.peer)
         freed = sorted(i for i, holder in self.unused | self.used if holder == who.peer)
         self.unused = {pair for pair in self.unused if pair[1] != who.peer}
         self.used = {pair for pair in self.used if pair[1] != who.peer}
@@ -67,10 +67,10 @@ class Twin:
 class ClaimsAgainstTwin(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.book = ClaimBook(0, Term(), MEMBERS)
+        self.book = ClaimBook(0, Attempt(), MEMBERS)
         self.twin = Twin()
 
-    @rule(who=st.sampled_from(MEMBERS + STRANGERS), index=INDEXES)
+    @rule(who=st.sampled_from(MEMBERS + UNKNOWN_NODES), index=INDEXES)
     def ask(self, who: Member, index: int) -> None:
         before = self.twin.holders(index)
         answer = self.book.ask(who, index)
@@ -95,16 +95,16 @@ class ClaimsAgainstTwin(RuleBasedStateMachine):
             self.twin.used.add((index, who.peer))
 
     @rule(who=st.sampled_from(MEMBERS))
-    def strike(self, who: Member) -> None:
-        assert self.book.strike(who) == self.twin.strike(who)
+    def exclude(self, who: Member) -> None:
+        assert self.book.exclude(who) == self.twin.exclude(who)
 
     @rule(ledgers=st.lists(st.tuples(st.sets(INDEXES, max_size=3), st.sets(INDEXES, max_size=1)), min_size=3, max_size=3))
     def load(self, ledgers: list[tuple[set[int], set[int]]]) -> None:
-        """A collection from everyone who is not struck."""
+        """A collection from everyone who is not excluded."""
         seals = [
             seal(who, *sorted(ledger), overflow=tuple(sorted(overflow - ledger)))
             for who, (ledger, overflow) in zip(MEMBERS, ledgers, strict=True)
-            if who.peer not in self.twin.struck
+            if who.peer not in self.twin.excluded
         ]
         self.book.load(seals)
         self.twin.load(seals)
@@ -116,16 +116,16 @@ class ClaimsAgainstTwin(RuleBasedStateMachine):
 
     @invariant()
     def the_same_members_are_struck(self) -> None:
-        assert {key[0] for key in self.book.struck} == self.twin.struck
+        assert {key[0] for key in self.book.excluded} == self.twin.excluded
 
 
 ClaimsAgainstTwin.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestClaimsAgainstTwin = ClaimsAgainstTwin.TestCase
 
 
-def test_a_struck_member_is_never_granted_again() -> None:
-    book = ClaimBook(0, Term(), MEMBERS)
-    book.strike(MEMBERS[0])
+def test_a_excluded_member_is_never_granted_again() -> None:
+    book = ClaimBook(0, Attempt(), MEMBERS)
+    book.exclude(MEMBERS[0])
     assert book.ask(MEMBERS[0], 0).verdict == "denied"
     book.load([seal(MEMBERS[1], 1)])
     assert book.ask(MEMBERS[0], 0).verdict == "denied", "a collection must not pardon"
@@ -133,7 +133,7 @@ def test_a_struck_member_is_never_granted_again() -> None:
 
 
 def test_a_conflict_names_the_holder_and_ends_when_it_gives_back() -> None:
-    book = ClaimBook(0, Term(), MEMBERS)
+    book = ClaimBook(0, Attempt(), MEMBERS)
     assert book.ask(MEMBERS[0], 3).verdict == "granted"
     answer = book.ask(MEMBERS[1], 3)
     assert (answer.verdict, answer.holder) == ("conflict", MEMBERS[0])
@@ -143,7 +143,7 @@ def test_a_conflict_names_the_holder_and_ends_when_it_gives_back() -> None:
 
 
 def test_a_used_claim_cannot_be_given_back() -> None:
-    book = ClaimBook(0, Term(), MEMBERS)
+    book = ClaimBook(0, Attempt(), MEMBERS)
     book.ask(MEMBERS[0], 3)
     book.mark_held(3, MEMBERS[0])
     book.give_back(3, MEMBERS[0])
@@ -151,19 +151,19 @@ def test_a_used_claim_cannot_be_given_back() -> None:
 
 
 def test_a_late_give_back_does_not_free_the_new_holder() -> None:
-    book = ClaimBook(0, Term(), MEMBERS)
+    book = ClaimBook(0, Attempt(), MEMBERS)
     book.ask(MEMBERS[0], 3)
-    book.strike(MEMBERS[0])
+    book.exclude(MEMBERS[0])
     book.ask(MEMBERS[1], 3)
     book.give_back(3, MEMBERS[0])
     assert book.ask(MEMBERS[2], 3).holder == MEMBERS[1]
 
 
-def test_a_struck_members_ledger_is_as_if_it_had_never_been() -> None:
+def test_a_excluded_members_ledger_is_as_if_it_had_never_been() -> None:
     """Its tickets are claimed anew: granted, in conflict, given back and granted again."""
-    book = ClaimBook(0, Term(), MEMBERS)
+    book = ClaimBook(0, Attempt(), MEMBERS)
     book.load([seal(MEMBERS[0], 3)])
-    assert book.strike(MEMBERS[0]) == [3]
+    assert book.exclude(MEMBERS[0]) == [3]
     assert book.ask(MEMBERS[1], 3).verdict == "granted"
     assert book.ask(MEMBERS[2], 3).verdict == "conflict"
     book.give_back(3, MEMBERS[1])
@@ -172,22 +172,22 @@ def test_a_struck_members_ledger_is_as_if_it_had_never_been() -> None:
 
 def test_an_overflow_may_be_claimed_by_another_and_never_again_by_the_same() -> None:
     """Another member says whether the numbers or the first member are to blame."""
-    book = ClaimBook(0, Term(), MEMBERS)
+    book = ClaimBook(0, Attempt(), MEMBERS)
     book.load([seal(MEMBERS[0], 0, overflow=(1,)), seal(MEMBERS[1], 2)])
     assert book.ask(MEMBERS[0], 1).verdict == "denied"
     assert book.ask(MEMBERS[1], 1).verdict == "granted"
     assert book.ask(MEMBERS[2], 1).holder == MEMBERS[1]
 
 
-def test_a_ticket_in_two_ledgers_strikes_the_later_member_and_frees_its_others() -> None:
-    book = ClaimBook(0, Term(), MEMBERS)
+def test_a_ticket_in_two_ledgers_excludes_the_later_member_and_frees_its_others() -> None:
+    book = ClaimBook(0, Attempt(), MEMBERS)
     book.load([seal(MEMBERS[0], 0, 1), seal(MEMBERS[1], 1, 2)])
-    assert set(book.struck) == {MEMBERS[1].key}
+    assert set(book.excluded) == {MEMBERS[1].key}
     assert book.ask(MEMBERS[2], 2).verdict == "granted"
     assert book.ask(MEMBERS[2], 1).verdict == "denied"
 
 
 def test_a_restarted_member_is_not_what_it_was() -> None:
-    book = ClaimBook(0, Term(), MEMBERS)
-    answer = book.ask(STRANGERS[1], 0)
+    book = ClaimBook(0, Attempt(), MEMBERS)
+    answer = book.ask(UNKNOWN_NODES[1], 0)
     assert (answer.verdict, answer.reason) == ("denied", "not a member of this stage in this step")

@@ -19,7 +19,7 @@ def peer(number: int) -> str:
 
 def seal(number: int, *ledger: int, overflow: tuple[int, ...] = (), ready: bool = True) -> Seal:
     who = Member(peer=peer(number), incarnation="0" * 16, host="h", port=1, ready=ready)
-    return Seal(member=who, ledger=ledger, overflow=overflow, head=HEAD)
+    return Seal(member=who, ledger=ledger, overflow=overflow, version_id=HEAD)
 
 
 def test_exactly_once_a_ticket_in_two_ledgers_is_never_averaged() -> None:

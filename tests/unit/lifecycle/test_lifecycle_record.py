@@ -19,13 +19,13 @@ from swarm.lifecycle.record import (
     clip_coefficient,
     decide,
     fault_of,
-    genesis_head,
     genesis_record,
-    head_of,
+    genesis_version_id,
     is_faulty,
     restoring_record,
+    version_id_of,
 )
-from swarm.wire.messages import CommitRecord, Member, StageResult, Term
+from swarm.wire.messages import Attempt, CommitRecord, Member, StageResult
 
 RUN = "1" * 64
 CONFIG = RunConfig(num_stages=2, micro_batch_size=1, target_batch_size=4, max_grad_norm=1.0)
@@ -36,7 +36,7 @@ GENESIS = genesis_record(CONFIG, RUN, BALLOT, MEMBERS)
 
 def result(digit: str = "d", **changes: object) -> StageResult:
     values: dict[str, object] = {
-        "attempt": Term(), "average_digest": digit * 64, "sum_squares": 1.0, "num_tickets": 4, "tokens": 10, "loss_sum": 0.0,
+        "attempt": Attempt(), "average_digest": digit * 64, "sum_squares": 1.0, "num_tickets": 4, "tokens": 10, "loss_sum": 0.0,
     }  # fmt: skip
     return StageResult(**{**values, **changes})
 
@@ -58,33 +58,33 @@ HEAD_ARGUMENTS = ("1" * 64, 5, ("a" * 64, "b" * 64), 0.5, False)
         (3, math.nextafter(0.5, 1)), (4, True),
     ],
 )  # fmt: skip
-def test_a_head_depends_on_every_input(position: int, other: object) -> None:
+def test_a_version_depends_on_every_input(position: int, other: object) -> None:
     changed = list(HEAD_ARGUMENTS)
     changed[position] = other
-    assert head_of(*HEAD_ARGUMENTS) == head_of(*HEAD_ARGUMENTS)
-    assert head_of(*changed) != head_of(*HEAD_ARGUMENTS)
-    assert len(head_of(*HEAD_ARGUMENTS)) == 64
+    assert version_id_of(*HEAD_ARGUMENTS) == version_id_of(*HEAD_ARGUMENTS)
+    assert version_id_of(*changed) != version_id_of(*HEAD_ARGUMENTS)
+    assert len(version_id_of(*HEAD_ARGUMENTS)) == 64
 
 
-def test_the_genesis_head_depends_on_the_run() -> None:
-    assert genesis_head("1" * 64) != genesis_head("2" * 64)
-    assert (GENESIS.step, GENESIS.head, GENESIS.results) == (-1, genesis_head(RUN), ())
+def test_the_genesis_version_depends_on_the_run() -> None:
+    assert genesis_version_id("1" * 64) != genesis_version_id("2" * 64)
+    assert (GENESIS.step, GENESIS.version_id, GENESIS.results) == (-1, genesis_version_id(RUN), ())
 
 
 def test_a_record_follows_the_one_before() -> None:
     first = decided(result("d"), result("e", loss_sum=25.0))
     second = decided(result("d"), result("e"), previous=first)
-    assert (first.step, first.previous_head, first.tokens, first.loss) == (0, GENESIS.head, 10, 2.5)
-    assert (second.step, second.previous_head) == (1, first.head)
-    assert second.head != first.head
+    assert (first.step, first.previous_version_id, first.tokens, first.loss) == (0, GENESIS.version_id, 10, 2.5)
+    assert (second.step, second.previous_version_id) == (1, first.version_id)
+    assert second.version_id != first.version_id
 
 
-def test_the_head_names_the_model_and_not_who_decided() -> None:
+def test_the_version_names_the_model_and_not_who_decided() -> None:
     """Two coordinators that decide on the same averages name the same version."""
     one = decided(result("d"), result("e"))
     other = decided(result("d"), result("e"), ballot=Ballot(9, "f" * 40), members=((), ()), reopened=4)
-    assert one.head == other.head
-    assert decided(result("d"), result("f")).head != one.head
+    assert one.version_id == other.version_id
+    assert decided(result("d"), result("f")).version_id != one.version_id
 
 
 @pytest.mark.parametrize("num_tickets", [0, 3, 5])
@@ -134,7 +134,7 @@ def test_a_step_is_skipped_on_overflow() -> None:
     clean = decided(result("d"), result("e"))
     record = decided(result("d"), result("e", num_overflow=1))
     assert (record.skipped, record.clip_coefficient, clean.skipped) == (True, 1.0, False)
-    assert record.head != clean.head
+    assert record.version_id != clean.version_id
 
 
 def test_stages_may_disagree_on_tokens_of_a_skipped_step() -> None:
@@ -217,7 +217,7 @@ def test_the_loss_scale_doubles_after_enough_good_steps_in_a_row() -> None:
 def test_a_restoring_record_names_the_same_version_in_the_next_era() -> None:
     record = decided(result("d"), result("e"))
     restored = restoring_record(record, era=record.era + 1, ballot=Ballot(9, "f" * 40), members=MEMBERS)
-    assert (restored.head, restored.step, restored.previous_head) == (record.head, record.step, record.previous_head)
+    assert (restored.version_id, restored.step, restored.previous_version_id) == (record.version_id, record.step, record.previous_version_id)
     assert restored.era == record.era + 1
     following = decided(result("d"), result("f"), previous=restored)
     assert following.era == restored.era, "what comes after stays in the era"
@@ -260,8 +260,8 @@ def test_records_have_one_order_on_every_peer() -> None:
     """By era, step, smaller head and ballot; what differs in nothing else than the ballot is one version of the model."""
     base = decided(result("d"), result("e"))
     ascending = [
-        base.model_copy(update={"era": era, "step": step, "head": (head + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)})
-        for era in (0, 1) for step in (3, 4) for head in "ba" for counter in (1, 2)
+        base.model_copy(update={"era": era, "step": step, "head": (version_id + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)})
+        for era in (0, 1) for step in (3, 4) for version_id in "ba" for counter in (1, 2)
     ]  # fmt: skip
     for i, older in enumerate(ascending):
         assert older.newer_than(None)
@@ -269,5 +269,5 @@ def test_records_have_one_order_on_every_peer() -> None:
         for newer in ascending[i + 1 :]:
             assert newer.newer_than(older)
             assert not older.newer_than(newer)
-            assert newer.relists(older) == ((newer.era, newer.head, newer.step) == (older.era, older.head, older.step))
+            assert newer.relists(older) == ((newer.era, newer.version_id, newer.step) == (older.era, older.version_id, older.step))
     assert not base.relists(None)

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from models.files.shards import Directory
 from models.lora import LoraFactory
 from models.registry import factory_of
-from models.files.shards import Directory
 from swarm.base.config import RunConfig, parse_config
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT, Ticket

@@ -91,9 +91,9 @@ def test_every_family_with_a_plan_is_known_and_a_refusal_names_it() -> None:
 
 def test_a_wrong_multiplier_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself: a cut that scales its input by 1.001 is not the model."""
-    from models.boundary import Entry
+    from models.boundary import BoundaryEntry
 
-    forward = Entry.forward
-    monkeypatch.setattr(Entry, "forward", lambda self, *a, **k: forward(self, *a, **k) * 1.001)
+    forward = BoundaryEntry.forward
+    monkeypatch.setattr(BoundaryEntry, "forward", lambda self, *a, **k: forward(self, *a, **k) * 1.001)
     with pytest.raises(AssertionError, match="differs by"):
         compare("llama", paddings=("none",))

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from swarm.testing.simulation.small_model import add_gradients
 
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.feed.feed import Feed, open_feed
 from swarm.stage.module import StageFactory
+from swarm.testing.simulation.small_model import add_gradients
 
 MLP = "tests.unit.models.mlp_classifier"
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launch.run.models import described, fields_of, require_whole, source_of
-from models.registry import factory_of
 from models.files.stored_codes import is_code, method_of
+from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 

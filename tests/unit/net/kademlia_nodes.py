@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from swarm.net.identity import Identity
-from swarm.net.kademlia.calls import Stranger
+from swarm.net.kademlia.calls import UnknownNode
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.rpc import RecordProtocol
 from swarm.testing.memory_datagrams import DatagramLoop
@@ -67,5 +67,5 @@ def signed(seed: int, *, key: str = KEY, sequence: int = 1, ttl_s: float = 600.0
 
 
 async def ask(asker: KademliaDht, asked: KademliaDht, name: str, *args: Any) -> Any:
-    reply = await protocol(asker).request(Stranger(*asked.address), name, *args)
+    reply = await protocol(asker).request(UnknownNode(*asked.address), name, *args)
     return None if reply is None else reply.body

@@ -12,8 +12,8 @@ import random
 import pytest
 from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
-from swarm.net.kademlia import wire
 from swarm.net.identity import Identity
+from swarm.net.kademlia import wire
 from swarm.net.kademlia.server import ServerTiming
 from swarm.wire.records import MAX_RECORD_BYTES, PeerRecord, SignedRecord
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.base.errors import LinkBroken, Stalled
-from swarm.testing.virtual_time import run_virtual
 from swarm.net.exchange import (
     CHUNK_BYTES,
     MOVING_BYTES,
@@ -18,64 +17,65 @@ from swarm.net.exchange import (
     Beating,
     Bounds,
     Guard,
-    Patience,
+    ProgressTimeout,
     Waiting,
     chunks_of,
 )
+from swarm.testing.virtual_time import run_virtual
 
 
 def test_nothing_is_due_before_the_connection_stands() -> None:
-    patience = Patience(stall_s=8)
-    assert patience.deadline == float("inf")
-    assert patience.look_again(100) == 108, "or a deadline set meanwhile would be overslept"
+    progress_timeout = ProgressTimeout(stall_s=8)
+    assert progress_timeout.deadline == float("inf")
+    assert progress_timeout.look_again(100) == 108, "or a deadline set meanwhile would be overslept"
 
 
 def test_each_advance_of_a_counter_extends_the_wait() -> None:
-    patience = Patience(stall_s=8)
-    patience.open(0)
-    patience.shut(1)
-    assert patience.deadline == 9
+    progress_timeout = ProgressTimeout(stall_s=8)
+    progress_timeout.open(0)
+    progress_timeout.shut(1)
+    assert progress_timeout.deadline == 9
     for now in range(5, 500, 7):
-        patience.advance(now)
-        assert patience.deadline == now + 8
-    assert patience.reason(now + 8) == "nothing advanced for 8 s"
+        progress_timeout.advance(now)
+        assert progress_timeout.deadline == now + 8
+    assert progress_timeout.reason(now + 8) == "nothing advanced for 8 s"
 
 
 def test_a_slow_link_that_brings_16_kib_in_30_s_moves_for_ever() -> None:
-    patience = Patience(stall_s=8)
-    patience.open(0)
+    progress_timeout = ProgressTimeout(stall_s=8)
+    progress_timeout.open(0)
     for now in range(1, 1200):  # 20 minutes at 600 bytes a second
-        assert now < patience.deadline
-        patience.moved(now, 600)
+        assert now < progress_timeout.deadline
+        progress_timeout.moved(now, 600)
 
 
 def test_a_link_that_brings_less_is_given_up_after_30_s() -> None:
-    patience = Patience(stall_s=8)
-    patience.open(0)
+    progress_timeout = ProgressTimeout(stall_s=8)
+    progress_timeout.open(0)
     now = 0
-    while now < patience.deadline:
+    while now < progress_timeout.deadline:
         now += 1
-        patience.moved(now, 1)
+        progress_timeout.moved(now, 1)
     assert now == 30
-    assert patience.reason(now) == "a transfer brought 30 bytes in 30 s"
+    assert progress_timeout.reason(now) == "a transfer brought 30 bytes in 30 s"
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 40000)), max_size=40), st.floats(1, 60))
 def test_looking_again_in_time_never_oversleeps(moves: list[tuple[float, int]], stall_s: float) -> None:
-    patience = Patience(stall_s=stall_s)
+    progress_timeout = ProgressTimeout(stall_s=stall_s)
     now = 0.0
-    look = patience.look_again(now)
+    look = progress_timeout.look_again(now)
     for wait_s, num_bytes in moves:
         now += wait_s
         while look < now:
-            if patience.deadline <= look:
+            if progress_timeout.deadline <= look:
                 return  # given up
-            look = patience.look_again(look)
+            look = progress_timeout.look_again(look)
         if num_bytes < MOVING_BYTES // 2:
-            patience.open(now)
+            progress_timeout.open(now)
         else:
-            patience.moved(now, num_bytes)
-        assert look <= patience.deadline, "an event between two looks must not set a deadline before the next look"
+            progress_timeout.moved(now, num_bytes)
+        assert look <= progress_timeout.deadline, "an event between two looks must not set a deadline before the next look"
 
 
 def test_admission_bounds_requests_and_bytes() -> None:
@@ -123,9 +123,9 @@ def test_the_first_error_that_ends_a_block_is_its_error() -> None:
 
 def test_a_block_that_is_done_before_is_no_failure() -> None:
     async def main() -> float:
-        patience = Patience(stall_s=8)
-        patience.open(asyncio.get_running_loop().time())
-        async with Waiting(patience, "echo"):
+        progress_timeout = ProgressTimeout(stall_s=8)
+        progress_timeout.open(asyncio.get_running_loop().time())
+        async with Waiting(progress_timeout, "echo"):
             await asyncio.sleep(7)
         await asyncio.sleep(20)
         return asyncio.get_running_loop().time()
@@ -136,11 +136,11 @@ def test_a_block_that_is_done_before_is_no_failure() -> None:
 def test_waiting_ends_when_nothing_advances_and_not_before() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        patience = Patience(stall_s=8)
-        patience.open(loop.time())
-        loop.call_later(5, lambda: patience.advance(loop.time()))
+        progress_timeout = ProgressTimeout(stall_s=8)
+        progress_timeout.open(loop.time())
+        loop.call_later(5, lambda: progress_timeout.advance(loop.time()))
         with pytest.raises(Stalled, match="echo: nothing advanced for 8 s"):
-            async with Waiting(patience, "echo"):
+            async with Waiting(progress_timeout, "echo"):
                 await asyncio.sleep(100)
         assert loop.time() == 13
 

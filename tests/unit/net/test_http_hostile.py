@@ -162,13 +162,13 @@ def test_hostile_requests_are_refused_with_a_reason(name: str, request_bytes: by
         ("post /v1 HTTP/1.1", "Content-Length: {size}"),
     ],
 )  # fmt: skip
-def test_a_head_that_two_readers_could_take_for_different_ones_is_refused(lines: tuple[str, ...]) -> None:
+def test_a_version_that_two_readers_could_take_for_different_ones_is_refused(lines: tuple[str, ...]) -> None:
     """Two ends must never disagree about where a message ends."""
     body = encode(Frame(Ack()))
-    head = "\r\n".join([lines[0], "Host: x", *lines[1:]]).format(size=len(body))
+    version_id = "\r\n".join([lines[0], "Host: x", *lines[1:]]).format(size=len(body))
 
     async def scenario(server: HttpTransport) -> None:
-        answer = await send_raw(server, head.encode() + b"\r\n\r\n" + body)
+        answer = await send_raw(server, version_id.encode() + b"\r\n\r\n" + body)
         assert answer == b"" or answer.split()[1] in (b"400", b"411", b"413", b"505"), "served though it is ambiguous"
 
     run(scenario)

@@ -22,9 +22,9 @@ from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed,
 
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
-from swarm.net.kademlia import wire
 from swarm.net.identity import Identity
-from swarm.net.kademlia.calls import Stranger
+from swarm.net.kademlia import wire
+from swarm.net.kademlia.calls import UnknownNode
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.routing import LiveRoutingTable, plausible_for
 from swarm.net.kademlia.server import ServerTiming
@@ -104,7 +104,7 @@ def test_hundreds_of_dead_contacts_neither_slow_lookups_nor_stay():
 def test_a_cancelled_request_leaves_nothing_behind():
     async def main() -> None:
         [node] = await spawn(1)
-        future = protocol(node).request(Stranger("10.9.9.9", 9), "ping")
+        future = protocol(node).request(UnknownNode("10.9.9.9", 9), "ping")
         assert node.statistics()["outstanding"] == 1
         future.cancel()
         await asyncio.sleep(0)
@@ -237,7 +237,7 @@ def test_hostile_datagrams_are_dropped_and_counted_and_change_nothing():
 def test_no_noise_raises(contents):
     async def main() -> None:
         [node] = await spawn(1)
-        waiting = protocol(node).request(Stranger("10.9.9.9", 9), "ping")
+        waiting = protocol(node).request(UnknownNode("10.9.9.9", 9), "ping")
         [call_id] = protocol(node)._outstanding
         for content in contents:
             protocol(node).datagram_received(b"\x00" + bytes(20) + content, ("10.9.9.9", 9))

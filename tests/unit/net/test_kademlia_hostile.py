@@ -19,7 +19,7 @@ from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed,
 
 from swarm.net.kademlia import wire
 from swarm.net.kademlia.answers import NUM_ARGUMENTS
-from swarm.net.kademlia.calls import Stranger
+from swarm.net.kademlia.calls import UnknownNode
 from swarm.net.kademlia.known_addresses import prove
 from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.wire.records import PeerRecord, SignedRecord
@@ -106,7 +106,7 @@ def test_who_cannot_prove_an_id_is_no_contact_and_its_answers_do_not_count():
         await newcomer.start([thief.address])
         assert newcomer.statistics()["contacts"] == 0
         assert newcomer.statistics()["refused_unproven_id"] >= 1
-        assert await protocol(newcomer).call_ping(Stranger(*thief.address)) is None
+        assert await protocol(newcomer).call_ping(UnknownNode(*thief.address)) is None
         await close(thief, node, newcomer)
 
     run(main())
@@ -121,7 +121,7 @@ def test_a_proof_made_for_another_is_refused_though_it_is_genuine():
         mallory = make(66)
         await mallory.start([])
         protocol(mallory)._sign = lambda message_id, *_: wire.PROVEN_REPLY + message_id + content + old
-        assert await protocol(node).call_ping(Stranger(*mallory.address)) is None
+        assert await protocol(node).call_ping(UnknownNode(*mallory.address)) is None
         contact = protocol(node).router.contact(honest._running.node.id)
         assert contact is not None
         assert contact.port == honest.address.port, "the honest node is still known where it lives"

@@ -16,13 +16,13 @@ import pytest
 from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 from swarm.base.ids import Address
-from swarm.testing.virtual_time import run_virtual
-from swarm.net.kademlia import wire
 from swarm.net.identity import Identity
+from swarm.net.kademlia import wire
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.server import ServerTiming
 from swarm.testing.lossy_udp import LossyUdp
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.records import PeerRecord
 
 BAD_LINKS = {"drop": 0.2, "duplicate": 0.1, "latency_s": (0.001, 0.05)}

@@ -10,8 +10,8 @@ import pytest
 
 from swarm.base.errors import StorageError
 from swarm.base.ids import Address
-from swarm.net.kademlia.contact_file import MAX_CONTACTS, ContactFile
 from swarm.net.identity import Identity
+from swarm.net.kademlia.contact_file import MAX_CONTACTS, ContactFile
 from swarm.net.kademlia.known_addresses import (
     PROOF_BYTES,
     TOKEN_BYTES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from swarm.testing.virtual_time import run_virtual
 from swarm.net.loop_meter import EVERY_S, WINDOW_S, LoopMeter
+from swarm.testing.virtual_time import run_virtual
 
 
 def test_the_worst_of_the_last_while_is_told_and_then_forgotten() -> None:

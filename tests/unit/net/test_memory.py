@@ -11,9 +11,9 @@ import pytest
 
 from swarm.base.errors import LinkBroken, LinkError, Stalled, Unreachable
 from swarm.base.ids import Address
-from swarm.testing.virtual_time import run_virtual
-from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Handler, Progress
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Ack, StateChunk, TensorSpec
 

@@ -13,17 +13,17 @@ import torch
 from swarm.averaging.reduction import Code, bytes_under_way
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address, Ballot, new_incarnation
-from swarm.testing.virtual_time import run_virtual
 from swarm.net.exchange import Bounds
 from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
-from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
-from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.net.transport import Transport
 from swarm.peer.aggregator import MAX_SENDERS, Aggregator
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, RefusedBy
 from swarm.stage.executor import Executor, InlineExecutor, ThreadExecutor
+from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor
 
@@ -68,15 +68,15 @@ class World:
         return self.served.context.member()
 
     def fields(self, n: int, **changes: Any) -> dict[str, Any]:
-        term = m.Term(ballot=Ballot(1, "0" * 40), n=n)
-        return {"run": self.link.context.run, "stage": 0, "step": 0, "term": term, **changes}
+        attempt = m.Attempt(ballot=Ballot(1, "0" * 40), n=n)
+        return {"run": self.link.context.run, "stage": 0, "step": 0, "term": attempt, **changes}
 
     async def assist(self, n: int, code: Code, num_elements: int, **changes: Any) -> m.Assisting:
         changes = {"vector": code.spec(num_elements, torch.float32), "num_members": NUM_MEMBERS, **changes}
         return (await self.link.ask(self.target, m.Assist(**self.fields(n, **changes)), m.Assisting))[0]
 
     async def reduce(self, n: int, shares: list[int], **changes: Any) -> m.Reduced:
-        seals = [m.Seal(member=member, head="c" * 64) for member in self.members]
+        seals = [m.Seal(member=member, version_id="c" * 64) for member in self.members]
         changes = {"seals": seals, "shares": shares, "auxiliaries": [self.target], **changes}
         return (await self.link.ask(self.target, m.Reduce(**self.fields(n, **changes)), m.Reduced, stall_s=20.0))[0]
 
@@ -171,7 +171,7 @@ def test_it_helps_only_with_what_it_was_asked_for() -> None:
         assert (await refusal(world.reduce(1, [0, 0, 0, 4])))[0] == "wrong_state"
         assert (await refusal(world.slice(1, 0, 0, RAW, one)))[0] == "wrong_state"
         await world.assist(1, RAW, 4)
-        for changes in ({"step": 1}, {"stage": 1}, {"term": m.Term()}):
+        for changes in ({"step": 1}, {"stage": 1}, {"term": m.Attempt()}):
             assert (await refusal(world.slice(1, 0, 0, RAW, one, **changes)))[0] == "wrong_state"
         assert (await refusal(world.slice(1, 0, 0, RAW, one)))[1] == "this peer was not told to start"
 
@@ -229,10 +229,10 @@ def test_the_attempt_must_be_as_its_leader_said() -> None:
         await asyncio.sleep(0.1)
         assert (await refusal(world.reduce(2, [0, 0, 0, 4])))[1] == "this attempt has been started already"
         part = torch.ones(4)
-        stranger = world.target
-        assert (await refusal(world.slice(2, 0, 0, RAW, part, member=stranger)))[0] == "bad_request"
-        stranger = stranger.model_copy(update={"peer": "f" * 40})
-        assert (await refusal(world.slice(2, 0, 0, RAW, part, member=stranger)))[0] == "not_member"
+        unknown_node = world.target
+        assert (await refusal(world.slice(2, 0, 0, RAW, part, member=unknown_node)))[0] == "bad_request"
+        unknown_node = unknown_node.model_copy(update={"peer": "f" * 40})
+        assert (await refusal(world.slice(2, 0, 0, RAW, part, member=unknown_node)))[0] == "not_member"
         assert (await refusal(world.slice(2, 0, 0, RAW, part, phase=1)))[0] == "bad_request"
         assert (await refusal(world.slice(2, 0, 1, RAW, part)))[0] == "bad_request"
         for bad in (torch.ones(3), torch.ones(4, dtype=torch.float64)):

@@ -10,10 +10,10 @@ import pytest
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
 from swarm.base.errors import ConfigError, UnknownHost
 from swarm.base.ids import ZERO_BALLOT, Address
-from swarm.testing.virtual_time import run_virtual
-from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.net.transport import Progress
 from swarm.peer.joining import Contacts, fetch_run, require_alone
+from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.testing.virtual_time import run_virtual
 from swarm.wire.framing import Frame
 from swarm.wire.messages import CommitRecord, Member, RunInfo, StatusReply
 
@@ -94,7 +94,7 @@ async def ask_those_known_from_before(
             await transport.close()
 
 
-def test_the_named_address_is_heeded_before_those_known_from_before() -> None:
+def test_the_named_address_is_obeyed_before_those_known_from_before() -> None:
     assert run_virtual(ask_those_known_from_before(named=FOREIGN, contacts=[OWN]))[0] == FOREIGN
 
 
@@ -131,7 +131,7 @@ async def join_beside(*, answers_as: str | None, hangs: bool = False, own: Addre
     network = MemoryNetwork(random.Random(1))
     newcomer, listed = MemoryTransport(network, Address("192.0.2.2", 1)), MemoryTransport(network, WHERE)
     members = [Member(peer=x, incarnation="1" * 16, host=WHERE.host, port=WHERE.port + n) for n, x in enumerate((ME, OTHER))]
-    record = CommitRecord(run="1" * 64, step=3, head="2" * 64, ballot=ZERO_BALLOT, members=((members[1],), (members[0],)))
+    record = CommitRecord(run="1" * 64, step=3, version_id="2" * 64, ballot=ZERO_BALLOT, members=((members[1],), (members[0],)))
 
     async def answer(frame: Frame, progress: Progress) -> Frame:
         await asyncio.sleep(99.0 if hangs else 0.0)

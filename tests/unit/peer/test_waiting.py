@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from swarm.testing.virtual_time import run_virtual
 from swarm.peer.waiting import TOLD_AGAIN_S, WAITING_TOLD_S, Lasting
+from swarm.testing.virtual_time import run_virtual
 
 
 def told(texts: list[tuple[str, float]], every_s: float = 0.5) -> list[tuple[float, str]]:

@@ -26,7 +26,7 @@ def stages(num: int = 2, size: int = 32) -> tuple[Liveness, list[list[Member]]]:
 
 
 def due(liveness: Liveness, now: float) -> list[Member]:
-    return liveness.due(now=now, limit=1000, patience_s=8.0)
+    return liveness.due(now=now, limit=1000, timeout_s=8.0)
 
 
 def test_one_that_fails_casts_doubt_on_its_stage_and_a_second_on_everybody():

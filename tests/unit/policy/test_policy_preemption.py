@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.scheduling.rebalancing_trace import Pipeline, Trace

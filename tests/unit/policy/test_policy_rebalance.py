@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.policy.rebalance import HORIZON_PERIODS, MIN_GAIN, Move, Plan, plan_moves
+from swarm.policy.rebalance import HORIZON_PERIODS, MIN_GAIN, PlannedMove, RebalancePlan, plan_moves
 from swarm.policy.throughput import StageWork, Swarm, Worker
 
 PERIOD_S = 300.0
@@ -23,12 +23,12 @@ def workers_of(stages: list[list[float]], *, load: float = 1.5, **more: object) 
     ]  # fmt: skip
 
 
-def plan(stages: list[list[float]], *, state_bytes: int = 0, min_peers: int = 1, **more: object) -> Plan:
+def plan(stages: list[list[float]], *, state_bytes: int = 0, min_peers: int = 1, **more: object) -> RebalancePlan:
     swarm = Swarm([StageWork(state_bytes=state_bytes)] * len(stages), workers_of(stages, **more))  # type: ignore[arg-type]
     return plan_moves(swarm, period_s=PERIOD_S, min_peers=min_peers)
 
 
-def after(workers: list[Worker], moves: tuple[Move, ...]) -> list[Worker]:
+def after(workers: list[Worker], moves: tuple[PlannedMove, ...]) -> list[Worker]:
     target = {move.key: move.target for move in moves}
     return [
         Worker(key=w.key, stage=target.get(w.key, w.stage), seconds=w.seconds, load=w.load, ready=w.ready) for w in workers
@@ -124,7 +124,7 @@ def test_a_stage_that_is_slow_because_of_its_links_gets_no_compute_but_a_peer_wi
     works = [StageWork(), StageWork(ticket_bytes=4e6)]
     thin = [Worker(key=(f"thin{i}", ""), stage=1, seconds={1: 0.1}, bandwidth=1e6, load=2.0) for i in range(2)]
 
-    def decide(bandwidth: float) -> Plan:
+    def decide(bandwidth: float) -> RebalancePlan:
         idle = [Worker(key=(f"idle{i}", ""), stage=0, seconds={0: 0.1}, bandwidth=bandwidth, load=0.1) for i in range(3)]
         return plan_moves(Swarm(works, [*idle, *thin]), period_s=PERIOD_S)
 
@@ -156,15 +156,15 @@ SPEEDS = st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])
 STAGES = st.lists(st.lists(SPEEDS, min_size=1, max_size=4), min_size=2, max_size=4)
 
 
-def one_change(workers: list[Worker]) -> Iterator[tuple[Move, ...]]:
+def one_change(workers: list[Worker]) -> Iterator[tuple[PlannedMove, ...]]:
     """Every single move and every exchange of two peers that leaves no stage without a peer that stays."""
 
-    def stays(moves: tuple[Move, ...]) -> bool:
+    def stays(moves: tuple[PlannedMove, ...]) -> bool:
         gone = {move.key for move in moves}
         return all(any(w.stage == m.source and w.key not in gone for w in workers) for m in moves)
 
     num_stages = max(w.stage for w in workers) + 1
-    singles = [Move(w.key, w.stage, k) for w in workers for k in range(num_stages) if k != w.stage]
+    singles = [PlannedMove(w.key, w.stage, k) for w in workers for k in range(num_stages) if k != w.stage]
     yield from ((move,) for move in singles if stays((move,)))
     for a, b in itertools.combinations(singles, 2):
         if (a.source, a.target) == (b.target, b.source) and stays((a, b)):

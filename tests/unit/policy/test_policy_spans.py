@@ -46,10 +46,10 @@ def test_fewest_stages_are_the_fewest(loads: Loads, max_bytes: int) -> None:
     assert reason
 
 
-def test_a_large_head_leaves_its_stage_fewer_layers() -> None:
+def test_a_large_version_leaves_its_stage_fewer_layers() -> None:
     """Llama-3-8B: the head is worth 2.4 layers."""
-    layer, head = Load(2 * 218e6, 218_000_000), Load(2 * 525e6, 525_000_000)
-    found, reason = cut(Loads((layer,) * 32, Load(0.0, 525_000_000), head), 4)
+    layer, version_id = Load(2 * 218e6, 218_000_000), Load(2 * 525e6, 525_000_000)
+    found, reason = cut(Loads((layer,) * 32, Load(0.0, 525_000_000), version_id), 4)
     assert [len(span) for span in found] == [8, 9, 9, 6]
     assert reason == "the slowest stage has 1.05 times the mean's work"
 

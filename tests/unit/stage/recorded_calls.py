@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.lifecycle.step import Entry
-from swarm.stage.gpu import graphs
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import Added, HostDevice, KnownNumbers, entry_of
+from swarm.stage.gpu import graphs
 from swarm.stage.gpu.kernels import survey
 from swarm.stage.module import Tensors
 from swarm.stage.norms import norm_of
@@ -52,8 +52,8 @@ class RecordedCall:
 
     def _gradients(self, outputs: Tensors) -> list[torch.Tensor | None]:
         leaves = [*self._leaves().values(), *self._stage.parameters.values()]
-        heads = [outputs[name] for name in self.seeds]
-        return list(torch.autograd.grad(heads, leaves, list(self.seeds.values()), allow_unused=True))
+        version_ids = [outputs[name] for name in self.seeds]
+        return list(torch.autograd.grad(version_ids, leaves, list(self.seeds.values()), allow_unused=True))
 
     @torch.no_grad()
     def _forward(self) -> None:
@@ -72,15 +72,15 @@ class RecordedCall:
 
 def add(
     self: HostDevice, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-    entry: Entry | Tensors, with_norm: bool, lent: bool = False,
+    entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
 ) -> Added:  # fmt: skip
     """As `CudaDevice.add`: the gradients may wait in their places until others go into the sum with them."""
     norm = norm_of(gradients) if with_norm else None
-    if not isinstance(entry, Entry):
+    if not isinstance(entry, LedgerEntry):
         entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
     is_valid = survey(gradients, LARGEST, "cpu").is_valid
     numbers = KnownNumbers(entry, bool(is_valid))
-    marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, lent=lent)
+    marked = accumulator.add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, borrowed=borrowed)
     return Added(marked=marked, numbers=numbers, norm=norm)
 
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import Accumulator, is_finite
 from swarm.stage.layout import Layout
-from swarm.wire.messages import Term
+from swarm.wire.messages import Attempt
 
 torch.set_num_threads(1)
 
 LAYOUT = Layout.of(torch.nn.Linear(3, 2))
-ENTRY = Entry(4, 2.5)
+ENTRY = LedgerEntry(4, 2.5)
 
 
 def made(dtype: torch.dtype = torch.float64) -> Accumulator:
@@ -28,7 +28,7 @@ def gradient(value: float, dtype: torch.dtype = torch.float64) -> list[torch.Ten
 
 def claimed(accumulator: Accumulator, *indexes: int) -> None:
     for index in indexes:
-        accumulator.ledger.grant(index, accumulator.ledger.term)
+        accumulator.ledger.grant(index, accumulator.ledger.attempt)
 
 
 def test_gradients_are_summed_and_ledgered() -> None:
@@ -73,7 +73,7 @@ def test_after_a_freeze_a_late_backward_is_denied() -> None:
     accumulator = made()
     claimed(accumulator, 0, 1)
     accumulator.add(0, ENTRY, gradient(1.0))
-    accumulator.ledger.collect(Term(n=1), freeze=True)
+    accumulator.ledger.collect(Attempt(n=1), freeze=True)
     claimed(accumulator, 1)
     assert accumulator.add(1, ENTRY, gradient(1.0)) == "denied"
     assert torch.equal(accumulator.contribution(), torch.ones(8, dtype=torch.float64))

@@ -17,6 +17,9 @@ from safetensors.torch import load_file
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import ZERO_BALLOT
+from swarm.stage.digest import digest_of
+from swarm.stage.layout import Layout
+from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.saved import checkpoint as module
 from swarm.stage.saved.checkpoint import (
     StageCheckpoint,
@@ -25,11 +28,8 @@ from swarm.stage.saved.checkpoint import (
     scan,
     write_checkpoint,
 )
-from swarm.stage.digest import digest_of
-from swarm.stage.layout import Layout
-from swarm.stage.moments import Moments, OptimizerState, numbers_of
-from swarm.stage.versions import StageState, Version, make_version
 from swarm.stage.saved.whole_checkpoint import find_complete, require_own, use_complete
+from swarm.stage.versions import StageState, Version, make_version
 from swarm.wire.messages import CommitRecord
 
 torch.set_num_threads(1)
@@ -41,7 +41,7 @@ LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
 def record_of(num_commits: int, lineage: str, *, saved: int = 0) -> CommitRecord:
     return CommitRecord(
-        run="1" * 64, step=num_commits - 1, head=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
+        run="1" * 64, step=num_commits - 1, version_id=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
         ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, saved=saved,
     )  # fmt: skip
 
@@ -331,19 +331,19 @@ def test_the_next_checkpoint_succeeds_after_a_failed_one(tmp_path: Path, monkeyp
 # ---------------------------------------------------------------------------------------------------- finding
 
 
-def heads(found: list[StageCheckpoint]) -> set[str]:
-    return {checkpoint.record.head for checkpoint in found}
+def version_ids(found: list[StageCheckpoint]) -> set[str]:
+    return {checkpoint.record.version_id for checkpoint in found}
 
 
-def test_the_newest_complete_head_is_chosen(tmp_path: Path) -> None:
+def test_the_newest_complete_version_is_chosen(tmp_path: Path) -> None:
     for num_commits, stages in ((20, (0, 1, 2)), (40, (0, 1, 2)), (60, (0, 2))):
         for stage in stages:
             write(tmp_path / f"peer{stage}", stage, num_commits, config=CONFIG.model_copy(update={"checkpoint_keep": 9}))
     found = find_complete([tmp_path])
     assert [checkpoint.stage for checkpoint in found] == [0, 1, 2]
-    assert heads(found) == {record_of(40, "a").head}
+    assert version_ids(found) == {record_of(40, "a").version_id}
     asked = find_complete([tmp_path], step=20)
-    assert heads(asked) == {record_of(20, "a").head}
+    assert version_ids(asked) == {record_of(20, "a").version_id}
 
 
 def test_parts_are_gathered_from_several_directories(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_parts_are_gathered_from_several_directories(tmp_path: Path) -> None:
         find_complete(roots[:2])
 
 
-def test_missing_stages_of_the_newest_head_are_named(tmp_path: Path) -> None:
+def test_missing_stages_of_the_newest_version_are_named(tmp_path: Path) -> None:
     write(tmp_path, 1, 20)
     write(tmp_path, 2, 20)
     write(tmp_path, 1, 40)
@@ -372,7 +372,7 @@ def test_a_step_that_is_not_there_is_named(tmp_path: Path) -> None:
         find_complete([tmp_path], step=30)
 
 
-def test_heads_are_never_mixed(tmp_path: Path) -> None:
+def test_versions_are_never_mixed(tmp_path: Path) -> None:
     """Two lineages reached the same step; together they would make three stages."""
     write(tmp_path / "a", 0, 20, lineage="a")
     write(tmp_path / "a", 1, 20, lineage="a")
@@ -382,7 +382,7 @@ def test_heads_are_never_mixed(tmp_path: Path) -> None:
     write(tmp_path / "c", 0, 20, lineage="b")
     write(tmp_path / "c", 1, 20, lineage="b")
     found = find_complete([tmp_path])
-    assert heads(found) == {record_of(20, "b").head}
+    assert version_ids(found) == {record_of(20, "b").version_id}
     assert [checkpoint.stage for checkpoint in found] == [0, 1, 2]
 
 
@@ -395,7 +395,7 @@ def test_checkpoints_of_two_runs_are_not_one_choice(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "other", stage, StageState(other, optimizer), moments_of(), CONFIG, config_bytes=b"{}")
     with pytest.raises(ConfigError, match=r"checkpoints of 2 runs \(run 1{12}, .*one.*; run 2{12}, .*other.*\): name the dir"):
         find_complete([tmp_path])
-    assert heads(find_complete([tmp_path / "one"])) == {record_of(20, "a").head}
+    assert version_ids(find_complete([tmp_path / "one"])) == {record_of(20, "a").version_id}
 
 
 def test_a_missing_directory_is_a_config_error(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.stage.compute import Activation, Gradients, StageCompute
 from swarm.stage.executor import Executor
-from swarm.stage.module import Places, StageFactory, Tensors
+from swarm.stage.module import ParameterSlots, StageFactory, Tensors
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -55,11 +55,11 @@ class Last(torch.nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.drop = torch.nn.Dropout(dropout)
-        self.head = torch.nn.Linear(WIDTH, CLASSES)
+        self.version_id = torch.nn.Linear(WIDTH, CLASSES)
 
     def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
         assert labels is not None
-        logits = self.head(self.drop(inputs["x"]))
+        logits = self.version_id(self.drop(inputs["x"]))
         loss = torch.nn.functional.cross_entropy(logits, labels["y"], reduction="sum", ignore_index=-100)
         return {"loss_sum": loss, "tokens": (labels["y"] != -100).sum()}
 
@@ -79,7 +79,7 @@ class Factory(StageFactory):
 
 
 def version_of(compute: StageCompute) -> Version:
-    record = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, members=((), (), ()))
+    record = CommitRecord(run="1" * 64, step=-1, version_id="2" * 64, ballot=ZERO_BALLOT, members=((), (), ()))
     return make_version(record, compute.layout, compute.initial_masters(), compute.dtype)
 
 
@@ -433,7 +433,7 @@ def test_other_tensors_stand_in_the_places_of_a_tied_parameter_for_one_call() ->
     module["other"].weight = module["one"].weight
     before = dict(module.named_parameters())
     value = torch.zeros(2, 2)
-    places = Places(module)
+    places = ParameterSlots(module)
     with contextlib.suppress(ArithmeticError), places.holding({"one.weight": value}):
         assert module["one"].weight is value
         assert module["other"].weight is value

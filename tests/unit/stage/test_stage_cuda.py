@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from swarm.base.config import RunConfig
-from swarm.lifecycle.step import Entry
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.device import Added, Device, Worked, compute_thread, device_of, on_device, on_host
+from swarm.stage.device import Added, Device, DeviceTime, compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.gpu.kernels import Summand, add_together, survey
@@ -24,7 +24,7 @@ from swarm.stage.norms import norm_of
 from swarm.stage.optimizer import adamw, moments_for
 from swarm.wire.compression import CODECS, decode_tensor
 from swarm.wire.framing import Frame
-from swarm.wire.messages import Term, Train
+from swarm.wire.messages import Attempt, Train
 
 torch.set_num_threads(1)
 
@@ -37,7 +37,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=NEEDS_CUDA)]
 class Later:
     """Numbers that nobody knows before they were waited for."""
 
-    def __init__(self, entry: Entry, is_finite: bool) -> None:
+    def __init__(self, entry: LedgerEntry, is_finite: bool) -> None:
         self.entry, self.is_finite, self.waited = entry, is_finite, False
 
     def is_known(self) -> bool:
@@ -48,10 +48,10 @@ class Later:
 
 
 def added_unseen(accumulator: Accumulator, index: int, value: float, device: str) -> bool:
-    accumulator.ledger.grant(index, accumulator.ledger.term)
+    accumulator.ledger.grant(index, accumulator.ledger.attempt)
     gradients = [torch.full(shape, value, dtype=torch.bfloat16, device=device) for shape in LAYOUT.shapes]
     valid = survey(gradients, 2.0**60, device).is_valid
-    numbers = Later(Entry(index, 0.5), bool(valid))
+    numbers = Later(LedgerEntry(index, 0.5), bool(valid))
     return accumulator.add_unseen(index, numbers, valid, gradients, loss_scale=2.0)
 
 
@@ -61,8 +61,8 @@ def test_exactly_once_a_ticket_is_held_before_its_numbers_are_known(device: str)
     assert added_unseen(accumulator, 3, 1.0, device)
     assert 3 in accumulator.ledger
     assert not added_unseen(accumulator, 3, 1.0, device), "a second time it is denied"
-    accumulator.freeze(Term(n=1))
-    assert accumulator.ledger.entries == {3: Entry(3, 0.5)}
+    accumulator.freeze(Attempt(n=1))
+    assert accumulator.ledger.entries == {3: LedgerEntry(3, 0.5)}
     contribution = accumulator.contribution()
     assert contribution is not None
     assert contribution.tolist() == [0.5] * 8, "the loss scale is divided out"
@@ -74,7 +74,7 @@ def test_an_overflow_that_shows_late_is_ledgered_and_not_added(device: str, bad:
     accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=device)
     for index, value in enumerate((1.0, bad, 4.0)):
         assert added_unseen(accumulator, index, value, device)
-    accumulator.freeze(Term(n=1))
+    accumulator.freeze(Attempt(n=1))
     assert accumulator.ledger.overflow == {1}
     assert set(accumulator.ledger.entries) == {0, 2}
     contribution = accumulator.contribution()
@@ -83,17 +83,17 @@ def test_an_overflow_that_shows_late_is_ledgered_and_not_added(device: str, bad:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_whose_memory_is_only_lent_are_added_at_once(device: str) -> None:
+def test_gradients_whose_memory_is_only_borrowed_are_added_at_once(device: str) -> None:
     accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=device)
     place = [torch.empty(shape, device=device) for shape in LAYOUT.shapes]
     for index in range(3):
-        accumulator.ledger.grant(index, accumulator.ledger.term)
+        accumulator.ledger.grant(index, accumulator.ledger.attempt)
         torch._foreach_zero_(place)
         torch._foreach_add_(place, 2.0**index)
         valid = survey(place, 2.0**60, device).is_valid
-        assert accumulator.add_unseen(index, Later(Entry(index, 0.5), True), valid, place, lent=True)
+        assert accumulator.add_unseen(index, Later(LedgerEntry(index, 0.5), True), valid, place, borrowed=True)
     torch._foreach_zero_(place)
-    accumulator.freeze(Term(n=1))
+    accumulator.freeze(Attempt(n=1))
     contribution = accumulator.contribution()
     assert contribution is not None
     assert contribution.tolist() == [7.0] * 8
@@ -102,11 +102,11 @@ def test_gradients_whose_memory_is_only_lent_are_added_at_once(device: str) -> N
 def test_a_job_that_fails_halfway_forgets_what_was_unknown() -> None:
     accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device="cpu")
     added_unseen(accumulator, 0, 1.0, "cpu")
-    accumulator.ledger.grant(1, accumulator.ledger.term)
-    accumulator.add_unseen(1, Later(Entry(1, 0.0), True), VALID, [torch.ones(2, 3), torch.ones(7)])
+    accumulator.ledger.grant(1, accumulator.ledger.attempt)
+    accumulator.add_unseen(1, Later(LedgerEntry(1, 0.0), True), VALID, [torch.ones(2, 3), torch.ones(7)])
     with pytest.raises(ValueError, match="shape"):
         accumulator.settle()
-    accumulator.freeze(Term(n=1))
+    accumulator.freeze(Attempt(n=1))
     assert not accumulator.ledger.entries
     assert accumulator.contribution() is None
 
@@ -271,7 +271,7 @@ def test_a_value_too_large_for_the_codec_arrives_as_none(
 def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value: float) -> None:
     async def main(device: Device) -> None:
         accumulator = Accumulator(0, LAYOUT, dtype=torch.float32, device=name)
-        accumulator.ledger.grant(0, accumulator.ledger.term)
+        accumulator.ledger.grant(0, accumulator.ledger.attempt)
         executor = compute_thread(name)
 
         def job() -> Added:
@@ -282,7 +282,7 @@ def test_the_last_stage_tells_tokens_and_loss_with_its_verdict(name: str, value:
         added = (await executor.run(job, Priority.BACKWARD)).value
         await device.complete(added)
         executor.close()
-        expected = Entry(12, 1.0) if value == 1.0 else Entry(12, 0.0)
+        expected = LedgerEntry(12, 1.0) if value == 1.0 else LedgerEntry(12, 0.0)
         assert (added.verdict, added.entry) == ("accumulated" if value == 1.0 else "overflow", expected)
         assert added.norm is not None
         assert float(added.norm) == pytest.approx(sum(math.prod(shape) for shape in LAYOUT.shapes) ** 0.5 * value, nan_ok=True)
@@ -296,7 +296,7 @@ def test_the_time_of_the_device_is_that_of_its_jobs(name: str) -> None:
         executor = compute_thread(name)
         factor = torch.ones(*(2 * [64 if name == "cpu" else 1024]), device=name)
 
-        def job() -> Worked:
+        def job() -> DeviceTime:
             device.begin()
             for _ in range(50):
                 factor @ factor

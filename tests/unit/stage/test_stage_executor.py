@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm.testing.virtual_time import run_virtual
 from swarm.stage import executor as module
 from swarm.stage.executor import Executor, InlineExecutor, Outcome, Priority, ThreadExecutor
+from swarm.testing.virtual_time import run_virtual
 
 CONTROL, BACKWARD, FORWARD, EVALUATION = Priority
 WITHIN_S = 10.0

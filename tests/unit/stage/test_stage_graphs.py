@@ -16,14 +16,14 @@ import torch
 from models.registry import factory_of
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT, Ticket
-from swarm.lifecycle.step import Entry
-from swarm.stage.gpu import graphs
+from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import Activation, Gradients, StageCompute
 from swarm.stage.device import KnownNumbers
+from swarm.stage.gpu import graphs
 from swarm.stage.gpu.kernels import MAX_TOGETHER, survey
-from swarm.stage.module import Tensors
 from swarm.stage.memory_budget import MemoryBudget
+from swarm.stage.module import Tensors
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import CommitRecord
 from tests.unit.stage.recorded_calls import install
@@ -33,7 +33,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 SAMPLES, T, VOCAB, HIDDEN = 2, 12, 256, 96
 NUM_STAGES = 3
-RECORD = CommitRecord(run="1" * 64, step=-1, head="2" * 64, ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, loss_scale=4.0)
+RECORD = CommitRecord(run="1" * 64, step=-1, version_id="2" * 64, ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, loss_scale=4.0)
 
 
 @pytest.fixture(autouse=True)
@@ -245,10 +245,10 @@ def test_gradients_that_wait_for_the_sum_are_not_written_to_by_the_next_micro_ba
     for seed in range(6):
         for stage, version, total in ((plain, versions[seed % 2], sums[0]), (compute, own[seed % 2], sums[1])):
             found = stage.backward(forward(stage, version, seed), drawn(stage, seed)[2])
-            total.ledger.grant(seed, total.ledger.term)
+            total.ledger.grant(seed, total.ledger.attempt)
             valid = survey(found.parameters, LARGEST, DEVICE).is_valid
-            numbers = KnownNumbers(Entry(1, 0.0), is_finite=True)
-            assert total.add_unseen(seed, numbers, valid, found.parameters, lent=found.lent)
+            numbers = KnownNumbers(LedgerEntry(1, 0.0), is_finite=True)
+            assert total.add_unseen(seed, numbers, valid, found.parameters, borrowed=found.borrowed)
     assert compute._captured is not None
     del found
     assert len(compute._captured.free) == MAX_TOGETHER - 2, "two gradients wait: their calls are in use"
@@ -292,11 +292,11 @@ def test_gradients_are_wanted_back_where_memory_for_another_micro_batch_is_short
     compute, versions = stage_of(1, budget=MemoryBudget(2 * (parameter_bytes + 2 * each)))
     first, second = forward(compute, versions[0], 1), forward(compute, versions[0], 2)
     found = compute.backward(first, drawn(compute, 1)[2])
-    assert found.lent
+    assert found.borrowed
     assert forward(compute, versions[0], 3).lease is None
     del found
     assert forward(compute, versions[0], 3).lease is not None
-    assert not compute.backward(second, drawn(compute, 2)[2]).lent, "another call is free"
+    assert not compute.backward(second, drawn(compute, 2)[2]).borrowed, "another call is free"
 
 
 def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.stage.memory_plan import LEAST_IN_FLIGHT_BYTES, memory_of, queued_averages, require_main_memory, room_in_flight
+from swarm.stage.memory_plan import LEAST_IN_FLIGHT_BYTES, memory_of, queued_sums, require_main_memory, room_in_flight
 
 
 def module(trained: int, frozen: int = 0) -> torch.nn.Module:
@@ -73,5 +73,5 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(("delay_steps", "room", "expected"), [(0, 0, 3), (1, 4 * 999, 4), (0, 4 * 2000, 5), (0, 2**40, 64)])
 def test_a_joiner_holds_as_many_averages_as_its_sums_and_its_room_take(delay_steps: int, room: int, expected: int) -> None:
     config = RunConfig(precision="bf16", delay_steps=delay_steps)
-    assert queued_averages(1000, config, room) == expected
-    assert queued_averages(0, config, 0) >= 3, "where nothing is trained averages are empty"
+    assert queued_sums(1000, config, room) == expected
+    assert queued_sums(0, config, 0) >= 3, "where nothing is trained averages are empty"

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from swarm.base.ids import ZERO_BALLOT
 from swarm.stage.layout import Layout
-from swarm.stage.moments import OptimizerState
 from swarm.stage.memory_budget import MemoryBudget
+from swarm.stage.moments import OptimizerState
 from swarm.stage.versions import StageState, Version, VersionStore, make_version
 from swarm.wire.messages import CommitRecord
 
@@ -20,7 +20,7 @@ LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
 
 def version(step: int, dtype: torch.dtype = torch.float32) -> Version:
-    record = CommitRecord(run="1" * 64, step=step, head=f"{step + 1:064x}", ballot=ZERO_BALLOT, members=((),))
+    record = CommitRecord(run="1" * 64, step=step, version_id=f"{step + 1:064x}", ballot=ZERO_BALLOT, members=((),))
     return make_version(record, LAYOUT, torch.full((8,), float(step)), dtype)
 
 

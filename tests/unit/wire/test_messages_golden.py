@@ -29,7 +29,7 @@ OTHER_JSON = (
 GENESIS = CommitRecord(
     run=RUN,
     step=-1,
-    head=HEAD,
+    version_id=HEAD,
     ballot=Ballot(1, PEER),
     members=((MEMBER,), (OTHER_MEMBER, MEMBER)),
     learning_rate=0.003,
@@ -41,7 +41,7 @@ TRAIN = Train(
     ),
     run=RUN,
     ticket=Ticket(3, 14),
-    head=HEAD,
+    version_id=HEAD,
     stage=1,
     route=((MEMBER, OTHER_MEMBER), (OTHER_MEMBER,)),
 )

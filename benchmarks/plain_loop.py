@@ -25,9 +25,14 @@ from swarm.policy.schedule import learning_rate
 
 
 def train(
-    config: RunConfig, metrics: Path, device: str, *, data: str | None = None, start: str | None = None,
+    config: RunConfig,
+    metrics: Path,
+    device: str,
+    *,
+    data: str | None = None,
+    start: str | None = None,
     export: Path | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `config.total_steps` steps in fp32.
 
     Args:
@@ -58,9 +63,13 @@ def train(
 
 def adamw(config: RunConfig, model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
-        weight_decay=config.weight_decay, fused=True,
-    )  # fmt: skip
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def one_step(config, feed, model, optimizer, step: int) -> tuple[float, int]:
@@ -114,9 +123,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     train(
-        parse_config_bytes(options.run.read_bytes()), options.metrics, resolve_device(options.device), data=options.data,
-        start=options.model, export=options.export,
-    )  # fmt: skip
+        parse_config_bytes(options.run.read_bytes()),
+        options.metrics,
+        resolve_device(options.device),
+        data=options.data,
+        start=options.model,
+        export=options.export,
+    )
 
 
 if __name__ == "__main__":

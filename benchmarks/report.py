@@ -62,8 +62,14 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def publish(name: str, *, facts: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str, Any]]],
-            details: Any = None, draw: Callable[[Any], None] | None = None) -> None:
+def publish(
+    name: str,
+    *,
+    facts: Mapping[str, Any],
+    tables: Mapping[str, Sequence[Mapping[str, Any]]],
+    details: Any = None,
+    draw: Callable[[Any], None] | None = None,
+) -> None:
     """Print everything; write `results/<name>.json` and, where matplotlib is installed, `results/<name>.png`.
 
     Args:

@@ -57,9 +57,16 @@ class TimedLayer(torch.nn.Module):
 
 class TimedStage(torch.nn.Module):
     def __init__(
-        self, stage: int, num_stages: int, width: int, forward_s: float, backward_s: float, *, num_layers: int = 1,
+        self,
+        stage: int,
+        num_stages: int,
+        width: int,
+        forward_s: float,
+        backward_s: float,
+        *,
+        num_layers: int = 1,
         hang: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.is_last = stage == num_stages - 1
         times = forward_s / num_layers, backward_s / num_layers

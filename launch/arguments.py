@@ -37,8 +37,7 @@ _FIELD_ALIASES = {"num_stages": "--stages", "total_steps": "--steps"}
 _CONFIG_PREFIX = "config."
 _HOST = re.compile(r"(?=.{1,253}\.?\Z)\w([\w-]{0,61}\w)?(\.\w([\w-]{0,61}\w)?)*\.?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
-_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-               "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -221,10 +220,13 @@ def local_path(text: str) -> Path:
 
 def add_logging_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--log-format", choices=("text", "json"), default="text",
-                       help="lines for people or JSON objects")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info",
-                       help="least level that is logged; debug also shows tracebacks")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="lines for people or JSON objects")
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level that is logged; debug also shows tracebacks",
+    )
     group.add_argument("--quiet", action="store_true", help="print errors only")
 
 
@@ -232,50 +234,93 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Where the run comes from: created from a file, or fetched from a peer."""
     group = parser.add_argument_group("run")
     source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", metavar="RUN.TOML", type=existing_path,
-                        help="create the run that this file describes")
-    source.add_argument("--join", metavar="HOST:PORT", type=peer_address,
-                        help="join the run of the peer listening there")
-    group.add_argument("--join-timeout", metavar="SECONDS", type=positive_seconds, default=20.0,
-                       help="wait this long for that peer, or one known from before, to answer, in seconds; then go on with the "
-                       "run that the --state-dir keeps, if it does")
+    source.add_argument("--run", metavar="RUN.TOML", type=existing_path, help="create the run that this file describes")
+    source.add_argument("--join", metavar="HOST:PORT", type=peer_address, help="join the run of the peer listening there")
+    group.add_argument(
+        "--join-timeout",
+        metavar="SECONDS",
+        type=positive_seconds,
+        default=20.0,
+        help="wait this long for that peer, or one known from before, to answer, in seconds; then go on with the "
+        "run that the --state-dir keeps, if it does",
+    )
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network and disk")
     group.add_argument("--host", metavar="ADDRESS", type=non_empty, default="0.0.0.0", help="address to listen at; :: is IPv6")
-    group.add_argument("--port", metavar="PORT", type=port_number, default=0,
-                       help="port for both TCP and UDP; 0 takes the one that it had before with this --state-dir, or a free one")
-    group.add_argument("--public-host", metavar="ADDRESS", type=host_name, default=None,
-                       help="address that others reach this peer at (default: the one it listens at, or the one that "
-                       "the joined peer sees)")
-    group.add_argument("--public-port", metavar="PORT", type=port_number, default=0,
-                       help="port that others reach this peer at, for both TCP and UDP, where a router or container maps it to "
-                       "--port (default: the same as --port)")
-    group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
-                       help="keep identity, known addresses and, at a stage, checkpoints here (default: nothing is kept)")
+    group.add_argument(
+        "--port",
+        metavar="PORT",
+        type=port_number,
+        default=0,
+        help="port for both TCP and UDP; 0 takes the one that it had before with this --state-dir, or a free one",
+    )
+    group.add_argument(
+        "--public-host",
+        metavar="ADDRESS",
+        type=host_name,
+        default=None,
+        help="address that others reach this peer at (default: the one it listens at, or the one that the joined peer sees)",
+    )
+    group.add_argument(
+        "--public-port",
+        metavar="PORT",
+        type=port_number,
+        default=0,
+        help="port that others reach this peer at, for both TCP and UDP, where a router or container maps it to "
+        "--port (default: the same as --port)",
+    )
+    group.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        type=local_path,
+        default=None,
+        help="keep identity, known addresses and, at a stage, checkpoints here (default: nothing is kept)",
+    )
 
 
 def add_data_options(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--data", metavar="PATH", type=data_source, default=None,
-                        help="training data: a .txt, .md, .jsonl or .parquet file, a directory of those or one that "
-                        "datasets saved, or package.module:factory (default: the run file's, or the built-in text)")
-    parser.add_argument("--eval-data", metavar="PATH", type=data_source, default=None,
-                        help="evaluation data (default: the run file's, or a held-out part of the data)")
-    parser.add_argument("--tokenizer", metavar="DIR", type=data_source, default=None,
-                        help="tokenizer directory (default: the run file's, or one token for each byte)")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        type=data_source,
+        default=None,
+        help="training data: a .txt, .md, .jsonl or .parquet file, a directory of those or one that "
+        "datasets saved, or package.module:factory (default: the run file's, or the built-in text)",
+    )
+    parser.add_argument(
+        "--eval-data",
+        metavar="PATH",
+        type=data_source,
+        default=None,
+        help="evaluation data (default: the run file's, or a held-out part of the data)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        type=data_source,
+        default=None,
+        help="tokenizer directory (default: the run file's, or one token for each byte)",
+    )
 
 
 def add_model_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--model", metavar="DIR|HUB_ID", type=non_empty, default=None,
-                        help="where this machine has the run's model: a directory with config.json, weights and tokenizer, "
-                        "or a Hugging Face hub id (default: the run file's; a stage takes the weights from its peers)")
+    parser.add_argument(
+        "--model",
+        metavar="DIR|HUB_ID",
+        type=non_empty,
+        default=None,
+        help="where this machine has the run's model: a directory with config.json, weights and tokenizer, "
+        "or a Hugging Face hub id (default: the run file's; a stage takes the weights from its peers)",
+    )
 
 
 def add_import_option(parser: argparse._ActionsContainer) -> None:
     """For commands that read a run from this machine's disk, whose configuration may name its owner's code."""
-    parser.add_argument("--allow-import", action="store_true",
-                        help="import the run's own model if it names one as package.module:factory")
+    parser.add_argument(
+        "--allow-import", action="store_true", help="import the run's own model if it names one as package.module:factory"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ RunConfig fields
@@ -284,15 +329,25 @@ def add_import_option(parser: argparse._ActionsContainer) -> None:
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """One option for each field of `RunConfig`; `config_overrides` reads back those that were given."""
     group = parser.add_argument_group("configuration of the run (each overrides --run, which overrides --preset)")
-    group.add_argument("--preset", choices=("tiny",), default="tiny",
-                       help="where fields that nothing else sets come from")
+    group.add_argument("--preset", choices=("tiny",), default="tiny", help="where fields that nothing else sets come from")
     for name, field in RunConfig.model_fields.items():
         if name in _COMPUTED_FIELDS:
             continue
-        group.add_argument(*_options_of(name), dest=_CONFIG_PREFIX + name, default=argparse.SUPPRESS,
-                           metavar=_metavar(name, field), help=_field_help(name, field))
-    group.add_argument("--set", metavar="FIELD.KEY=VALUE", action="append", default=[], dest="nested",
-                       help="one key of a nested field, such as timing.stall_s=5 or model_options.dropout=0.1")
+        group.add_argument(
+            *_options_of(name),
+            dest=_CONFIG_PREFIX + name,
+            default=argparse.SUPPRESS,
+            metavar=_metavar(name, field),
+            help=_field_help(name, field),
+        )
+    group.add_argument(
+        "--set",
+        metavar="FIELD.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="nested",
+        help="one key of a nested field, such as timing.stall_s=5 or model_options.dropout=0.1",
+    )
 
 
 def _options_of(field: str) -> list[str]:
@@ -336,10 +391,7 @@ def config_overrides(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: `--set` or a JSON value is malformed.
     """
-    given = {
-        key.removeprefix(_CONFIG_PREFIX): value
-        for key, value in vars(options).items() if key.startswith(_CONFIG_PREFIX)
-    }
+    given = {key.removeprefix(_CONFIG_PREFIX): value for key, value in vars(options).items() if key.startswith(_CONFIG_PREFIX)}
     if "model_options" in given:
         try:
             given["model_options"] = json.loads(given["model_options"])

@@ -32,9 +32,12 @@ PROGRAM = "launch_backbone"
 def parse(argv: Sequence[str]) -> Namespace:
     parser = LaunchParser(PROGRAM, "Bootstrap and coordinate a run. Needs no GPU; a run may have several.")
     add_run_options(parser)
-    parser.add_argument("--aggregate", action="store_true",
-                        help="also reduce parts of the stages' averages, where that makes them faster: of use on a good line "
-                        "(the run must allow it: auxiliaries in its file)")
+    parser.add_argument(
+        "--aggregate",
+        action="store_true",
+        help="also reduce parts of the stages' averages, where that makes them faster: of use on a good line "
+        "(the run must allow it: auxiliaries in its file)",
+    )
     group = parser.add_argument_group("data (to create a run: its digest becomes part of the run)")
     add_data_options(group)
     add_model_option(group)

@@ -6,14 +6,7 @@ import asyncio
 from argparse import Namespace
 from collections.abc import Sequence
 
-from launch.arguments import (
-    EXIT_DONE,
-    LaunchParser,
-    add_logging_options,
-    peer_address,
-    positive_int,
-    positive_seconds,
-)
+from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_int, positive_seconds
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -26,14 +19,23 @@ ACTIONS = ("pause", "resume", "stop")
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Pause, resume or stop a run. A step under way ends first, and its state is written to "
-                                   "disk. Works on the machine of the run's coordinator.")
+    parser = LaunchParser(
+        PROGRAM,
+        "Pause, resume or stop a run. A step under way ends first, and its state is written to "
+        "disk. Works on the machine of the run's coordinator.",
+    )
     parser.add_argument("address", metavar="HOST:PORT", type=peer_address, help="any peer of the run")
     parser.add_argument("action", choices=ACTIONS, help="what the run shall do")
-    parser.add_argument("--at-step", metavar="N", type=positive_int, default=None,
-                        help="with stop: once N steps have committed (default: after the step under way)")
-    parser.add_argument("--timeout", metavar="SECONDS", type=positive_seconds, default=5.0,
-                        help="wait this long for each answer, in seconds")
+    parser.add_argument(
+        "--at-step",
+        metavar="N",
+        type=positive_int,
+        default=None,
+        help="with stop: once N steps have committed (default: after the step under way)",
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=positive_seconds, default=5.0, help="wait this long for each answer, in seconds"
+    )
     add_logging_options(parser)
     return parser.parse(argv)
 
@@ -76,9 +78,7 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
 def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     if options.at_step is not None and options.action != "stop":
         raise ConfigError("--at-step goes with stop only")
-    step, text = asyncio.run(
-        operate(options.address, options.action, at_step=options.at_step, timeout_s=options.timeout)
-    )
+    step, text = asyncio.run(operate(options.address, options.action, at_step=options.at_step, timeout_s=options.timeout))
     Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(text, step=step, action=options.action)
     return EXIT_DONE
 

@@ -39,23 +39,52 @@ PROGRAM = "export_model"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Write a run's model to a directory that AutoModelForCausalLM.from_pretrained of "
-                                   "transformers loads; of a LoRA run, the adapter that peft loads.")
+    parser = LaunchParser(
+        PROGRAM,
+        "Write a run's model to a directory that AutoModelForCausalLM.from_pretrained of "
+        "transformers loads; of a LoRA run, the adapter that peft loads.",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path,
-                        help="state directory of a local run, or those of peers that cover all stages")
-    source.add_argument("--join", metavar="HOST:PORT", type=peer_address,
-                        help="a peer of a run that is going on: its newest head, which training goes on from meanwhile")
-    parser.add_argument("--join-timeout", metavar="SECONDS", type=positive_seconds, default=60.0,
-                        help="give up if the stages do not offer one head within this time, in seconds")
-    parser.add_argument("--out", metavar="DIR", type=output_directory, required=True,
-                        help="directory to write; an older model there is replaced")
-    parser.add_argument("--step", metavar="N", type=count, default=None,
-                        help="the checkpoint after this many steps (default: the newest that covers all stages)")
-    parser.add_argument("--best", action="store_true",
-                        help="the checkpoint with the lowest evaluation loss, rather than the newest")
-    parser.add_argument("--tokenizer", metavar="DIR", type=existing_path, default=None,
-                        help="put the run's tokenizer beside the model (default: that of --model, or of a local run)")
+    source.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        nargs="+",
+        type=existing_path,
+        help="state directory of a local run, or those of peers that cover all stages",
+    )
+    source.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        type=peer_address,
+        help="a peer of a run that is going on: its newest head, which training goes on from meanwhile",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        metavar="SECONDS",
+        type=positive_seconds,
+        default=60.0,
+        help="give up if the stages do not offer one head within this time, in seconds",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=output_directory, required=True, help="directory to write; an older model there is replaced"
+    )
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=count,
+        default=None,
+        help="the checkpoint after this many steps (default: the newest that covers all stages)",
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the checkpoint with the lowest evaluation loss, rather than the newest"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        type=existing_path,
+        default=None,
+        help="put the run's tokenizer beside the model (default: that of --model, or of a local run)",
+    )
     add_model_option(parser)
     add_import_option(parser)
     add_logging_options(parser)
@@ -79,8 +108,10 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     what = "adapter" if config.lora is not None else "model"
     Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(
         f"wrote the {what} of step {step} to {options.out}{'' if tokenizer is None else ', with its tokenizer'}",
-        step=step, version_id=version_id, out=str(options.out),
-    )  # fmt: skip
+        step=step,
+        version_id=version_id,
+        out=str(options.out),
+    )
     return EXIT_DONE
 
 
@@ -110,8 +141,9 @@ async def _from_peers(options: Namespace, address: Address) -> Exported:
         info = await fetch_run(transport, address, deadline_s=options.join_timeout)
         config = parse_config_bytes(info.config.encode())
         factory = _factory(options, config)
-        record, parameters = await fetch_parameters(transport, info, config, factory, deadline_s=options.join_timeout,
-                                                    rng=random.Random())
+        record, parameters = await fetch_parameters(
+            transport, info, config, factory, deadline_s=options.join_timeout, rng=random.Random()
+        )
     finally:
         await transport.close()
     return config, parameters, record.step + 1, record.version_id

@@ -43,39 +43,94 @@ PROGRAM = "launch_local"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Run a whole swarm on this machine and show it. Ctrl-C leaves no process, port or "
-                                   "temporary file behind.")
+    parser = LaunchParser(
+        PROGRAM, "Run a whole swarm on this machine and show it. Ctrl-C leaves no process, port or temporary file behind."
+    )
     group = parser.add_argument_group("swarm")
-    group.add_argument("--run", metavar="RUN.TOML", type=existing_path, default=None,
-                       help="the run, as TOML: fields of the configuration, paths `data`, `eval_data` and `tokenizer` "
-                       "(relative to the file), and a table [local] with peers_per_stage and trainers")
-    group.add_argument("--peers-per-stage", metavar="P", type=process_count, default=None,
-                       help=f"stage processes per stage (default: the run file's, or {DEFAULT_PEERS_PER_STAGE})")
-    group.add_argument("--trainers", metavar="T", type=process_count, default=None,
-                       help=f"trainer processes (default: the run file's, or {DEFAULT_TRAINERS})")
-    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_micro_batches, default="auto",
-                       help="micro-batches under way at a time, per trainer; auto adapts to what the swarm takes")
-    group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
-                       help="where stages compute; auto spreads them over the CUDA devices, if there are any")
-    group.add_argument("--threads", metavar="N", type=thread_count, default=None,
-                       help="CPU threads per stage process (default: cores / processes, at least 1)")
-    group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
-                       help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "
-                       "is refused before it is allocated (default: its part of 80 %% of what is free)")
-    group.add_argument("--peer-memory", metavar="SIZE", type=size_bytes, default=None,
-                       help="what one stage peer may take for the model: --stages auto takes the fewest stages that fit")
-    group.add_argument("--offload-optimizer", action="store_true",
-                       help="keep the optimizer's state of stages on GPUs in main memory (see launch_stage)")
+    group.add_argument(
+        "--run",
+        metavar="RUN.TOML",
+        type=existing_path,
+        default=None,
+        help="the run, as TOML: fields of the configuration, paths `data`, `eval_data` and `tokenizer` "
+        "(relative to the file), and a table [local] with peers_per_stage and trainers",
+    )
+    group.add_argument(
+        "--peers-per-stage",
+        metavar="P",
+        type=process_count,
+        default=None,
+        help=f"stage processes per stage (default: the run file's, or {DEFAULT_PEERS_PER_STAGE})",
+    )
+    group.add_argument(
+        "--trainers",
+        metavar="T",
+        type=process_count,
+        default=None,
+        help=f"trainer processes (default: the run file's, or {DEFAULT_TRAINERS})",
+    )
+    group.add_argument(
+        "--in-flight",
+        metavar="auto|N",
+        type=auto_or_micro_batches,
+        default="auto",
+        help="micro-batches under way at a time, per trainer; auto adapts to what the swarm takes",
+    )
+    group.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda:N",
+        type=device_name,
+        default="auto",
+        help="where stages compute; auto spreads them over the CUDA devices, if there are any",
+    )
+    group.add_argument(
+        "--threads",
+        metavar="N",
+        type=thread_count,
+        default=None,
+        help="CPU threads per stage process (default: cores / processes, at least 1)",
+    )
+    group.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        type=size_bytes,
+        default=None,
+        help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "
+        "is refused before it is allocated (default: its part of 80 %% of what is free)",
+    )
+    group.add_argument(
+        "--peer-memory",
+        metavar="SIZE",
+        type=size_bytes,
+        default=None,
+        help="what one stage peer may take for the model: --stages auto takes the fewest stages that fit",
+    )
+    group.add_argument(
+        "--offload-optimizer",
+        action="store_true",
+        help="keep the optimizer's state of stages on GPUs in main memory (see launch_stage)",
+    )
     group.add_argument("--compile", action="store_true", help="torch.compile the stages' layers (see launch_stage)")
-    group.add_argument("--host", metavar="ADDRESS", type=non_empty, default="127.0.0.1",
-                       help="address that all peers listen at; 0.0.0.0 lets other machines join")
-    group.add_argument("--port", metavar="PORT", type=port_number, default=0,
-                       help="port of the backbone, for TCP and UDP; 0 picks a free one")
-    group.add_argument("--state-dir", metavar="DIR", type=local_path, default=None,
-                       help="logs, identities and checkpoints; a directory belongs to one run "
-                       "(default: runs/<UTC time>-<name>)")
-    group.add_argument("--metrics", metavar="FILE", type=local_path, default=None,
-                       help="append one JSON line per committed step to this file")
+    group.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        type=non_empty,
+        default="127.0.0.1",
+        help="address that all peers listen at; 0.0.0.0 lets other machines join",
+    )
+    group.add_argument(
+        "--port", metavar="PORT", type=port_number, default=0, help="port of the backbone, for TCP and UDP; 0 picks a free one"
+    )
+    group.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        type=local_path,
+        default=None,
+        help="logs, identities and checkpoints; a directory belongs to one run (default: runs/<UTC time>-<name>)",
+    )
+    group.add_argument(
+        "--metrics", metavar="FILE", type=local_path, default=None, help="append one JSON line per committed step to this file"
+    )
     group.add_argument("--plain", action="store_true", help="print lines instead of the live view")
     add_data_options(parser.add_argument_group("data"))
     add_config_options(parser)
@@ -112,16 +167,30 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
         state_dir=state_dir,
         state_dir_is_new=not state_dir.exists(),
         stored_config=stored.config_bytes if stored else None,
-        **{key: getattr(options, key) for key in (
-            "host", "port", "device", "threads", "memory_limit", "offload_optimizer", "compile", "in_flight", "metrics",
-            "log_level", "log_format",
-        )},
+        **{
+            key: getattr(options, key)
+            for key in (
+                "host",
+                "port",
+                "device",
+                "threads",
+                "memory_limit",
+                "offload_optimizer",
+                "compile",
+                "in_flight",
+                "metrics",
+                "log_level",
+                "log_format",
+            )
+        },
     )
     if plan.offload_optimizer and plan.device == "cpu":
         raise ConfigError("--offload-optimizer: with --device cpu all state is in main memory already")
     if config.min_peers_per_stage > plan.peers_per_stage:
-        raise ConfigError(f"min_peers_per_stage {config.min_peers_per_stage} is more than the {plan.peers_per_stage} "
-                          "peers per stage that are started: the run would never begin")
+        raise ConfigError(
+            f"min_peers_per_stage {config.min_peers_per_stage} is more than the {plan.peers_per_stage} "
+            "peers per stage that are started: the run would never begin"
+        )
     return config, plan
 
 

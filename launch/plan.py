@@ -32,12 +32,19 @@ PROGRAM = "plan_run"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Show how a run's model would be cut into stages of equal work, and what memory each "
-                                   "stage's peers would need. Nothing is started.")
+    parser = LaunchParser(
+        PROGRAM,
+        "Show how a run's model would be cut into stages of equal work, and what memory each "
+        "stage's peers would need. Nothing is started.",
+    )
     parser.add_argument("--run", metavar="RUN.TOML", type=existing_path, default=None, help="the run that this file describes")
-    parser.add_argument("--peer-memory", metavar="SIZE", type=size_bytes, default=None,
-                        help="what one stage peer may take for the model, such as 16GiB; with --stages auto the fewest "
-                        "stages that fit are taken")
+    parser.add_argument(
+        "--peer-memory",
+        metavar="SIZE",
+        type=size_bytes,
+        default=None,
+        help="what one stage peer may take for the model, such as 16GiB; with --stages auto the fewest stages that fit are taken",
+    )
     add_config_options(parser)
     add_logging_options(parser)
     return parser.parse(argv)
@@ -54,16 +61,27 @@ def table_of(config: RunConfig, rows: Sequence[StageRow], peer_memory: int | Non
     for row in rows:
         too_much = peer_memory is not None and row.num_bytes > peer_memory
         table.add_row(
-            str(row.stage), f"{row.layers.start}-{row.layers.stop - 1}", _number(row.num_trained + row.num_frozen),
-            f"{row.flops_per_token / 1e9:.3f}", f"{row.part:.1%}", _size(row.state_bytes), _size(row.kept_bytes),
-            _size(row.sent_bytes) if row.sent_bytes else "-", style="red" if too_much else None,
-        )  # fmt: skip
+            str(row.stage),
+            f"{row.layers.start}-{row.layers.stop - 1}",
+            _number(row.num_trained + row.num_frozen),
+            f"{row.flops_per_token / 1e9:.3f}",
+            f"{row.part:.1%}",
+            _size(row.state_bytes),
+            _size(row.kept_bytes),
+            _size(row.sent_bytes) if row.sent_bytes else "-",
+            style="red" if too_much else None,
+        )
     table.add_section()
     table.add_row(
-        "all", f"0-{rows[-1].layers.stop - 1}", _number(sum(r.num_trained + r.num_frozen for r in rows)),
-        f"{sum(r.flops_per_token for r in rows) / 1e9:.3f}", "", _size(sum(r.state_bytes for r in rows)),
-        _size(sum(r.kept_bytes for r in rows)), "",
-    )  # fmt: skip
+        "all",
+        f"0-{rows[-1].layers.stop - 1}",
+        _number(sum(r.num_trained + r.num_frozen for r in rows)),
+        f"{sum(r.flops_per_token for r in rows) / 1e9:.3f}",
+        "",
+        _size(sum(r.state_bytes for r in rows)),
+        _size(sum(r.kept_bytes for r in rows)),
+        "",
+    )
     return table
 
 
@@ -79,8 +97,9 @@ def verdict(rows: Sequence[StageRow], peer_memory: int | None, reason: str) -> l
     ]
     if peer_memory is not None:
         fits = largest.num_bytes <= peer_memory
-        lines.append(f"Peers of {_size(peer_memory)} {'can' if fits else 'can NOT'} serve every stage"
-                     f"{f'; {reason}' if reason else ''}.")
+        lines.append(
+            f"Peers of {_size(peer_memory)} {'can' if fits else 'can NOT'} serve every stage{f'; {reason}' if reason else ''}."
+        )
     return lines
 
 

@@ -30,15 +30,27 @@ PROGRAM = "recut_run"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Begin a new run from a checkpoint of another: with another number of stages, batch, "
-                                   "learning rate, ... It goes on with the sample that the old run would have taken next.")
-    parser.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path, required=True,
-                        help="state directory of a local run, or those of peers that cover all stages")
-    parser.add_argument("--out", metavar="DIR", type=local_path, required=True,
-                        help="directory of the new run; must not exist")
-    parser.add_argument("--step", metavar="N", type=count, default=None,
-                        help="the checkpoint after this many steps of the old run "
-                        "(default: the newest that covers all stages)")
+    parser = LaunchParser(
+        PROGRAM,
+        "Begin a new run from a checkpoint of another: with another number of stages, batch, "
+        "learning rate, ... It goes on with the sample that the old run would have taken next.",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        nargs="+",
+        type=existing_path,
+        required=True,
+        help="state directory of a local run, or those of peers that cover all stages",
+    )
+    parser.add_argument("--out", metavar="DIR", type=local_path, required=True, help="directory of the new run; must not exist")
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=count,
+        default=None,
+        help="the checkpoint after this many steps of the old run (default: the newest that covers all stages)",
+    )
     add_import_option(parser)
     add_config_options(parser)
     add_logging_options(parser)
@@ -80,8 +92,10 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         raise StorageError(f"{options.out / RUN_FILE}: {error.strerror}") from None
     for kept in [root / TOKENIZER_DIRECTORY for root in options.checkpoints if (root / TOKENIZER_DIRECTORY).is_dir()][:1]:
         copy_tokenizer(kept, None, options.out / TOKENIZER_DIRECTORY)
-    text = f"run {record.run[:12]} at step {step} of {new.total_steps} in {options.out}, from step {found[0].record.step + 1} " \
-           f"of run {found[0].record.run[:12]}"
+    text = (
+        f"run {record.run[:12]} at step {step} of {new.total_steps} in {options.out}, from step {found[0].record.step + 1} "
+        f"of run {found[0].record.run[:12]}"
+    )
     if again:
         text += f"; it sees the last {again} samples again"
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)

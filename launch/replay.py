@@ -42,23 +42,48 @@ Checkpoints = dict[int, "StageCheckpoint"]
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = LaunchParser(PROGRAM, "Compute one ticket (micro-batch) of a run again, here in one process, and say from which "
-                                   "stage on the swarm computed something else. Trainers with a --state-dir record the "
-                                   "tickets of steps that begin where the run's configuration has a checkpoint "
-                                   "written (checkpoint_every), or at the initial values.")
-    parser.add_argument("--checkpoints", metavar="DIR", nargs="+", type=existing_path, required=True,
-                        help="state directory of a local run, or those of peers that cover all stages and of a trainer")
-    parser.add_argument("--step", metavar="N", type=positive_int, required=True,
-                        help="step of the ticket, counted from 1 as in the metrics")
-    parser.add_argument("--index", metavar="I", type=count, default=None,
-                        help="of the ticket within the step (default: the first that is recorded)")
-    parser.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
-                        help="where to compute; auto takes for each stage the kind of device that computed it in the swarm, "
-                        "if this machine has one")
-    parser.add_argument("--tolerance", metavar="X", type=positive_number, default=None,
-                        help="relative difference of norms that counts as none (default, by precision: "
-                        + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items())
-                        + "; more between kinds of devices, as the wire's code makes it)")
+    parser = LaunchParser(
+        PROGRAM,
+        "Compute one ticket (micro-batch) of a run again, here in one process, and say from which "
+        "stage on the swarm computed something else. Trainers with a --state-dir record the "
+        "tickets of steps that begin where the run's configuration has a checkpoint "
+        "written (checkpoint_every), or at the initial values.",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        nargs="+",
+        type=existing_path,
+        required=True,
+        help="state directory of a local run, or those of peers that cover all stages and of a trainer",
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=positive_int, required=True, help="step of the ticket, counted from 1 as in the metrics"
+    )
+    parser.add_argument(
+        "--index",
+        metavar="I",
+        type=count,
+        default=None,
+        help="of the ticket within the step (default: the first that is recorded)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda:N",
+        type=device_name,
+        default="auto",
+        help="where to compute; auto takes for each stage the kind of device that computed it in the swarm, "
+        "if this machine has one",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=positive_number,
+        default=None,
+        help="relative difference of norms that counts as none (default, by precision: "
+        + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items())
+        + "; more between kinds of devices, as the wire's code makes it)",
+    )
     add_data_options(parser.add_argument_group("data"))
     add_model_option(parser)
     add_import_option(parser)
@@ -99,8 +124,12 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     announcer.say(
         f"{what}: swarm and this machine part at stage {parting.stage} ({_NAMES[parting.name]}), which peer {peer[:8]} computed, "
         f"by more than {tolerance:g} ({kinds_text(ticket.kinds, kinds)})",
-        parted=True, stage=parting.stage, peer=peer, at=parting.name, tolerance=tolerance,
-    )  # fmt: skip
+        parted=True,
+        stage=parting.stage,
+        peer=peer,
+        at=parting.name,
+        tolerance=tolerance,
+    )
     return EXIT_FAILED
 
 
@@ -126,7 +155,11 @@ def _places(options: Namespace, ticket: RecordedTicket) -> list[Place]:
 
 
 def _replayed(
-    options: Namespace, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, ticket: RecordedTicket,
+    options: Namespace,
+    config: RunConfig,
+    config_bytes: bytes,
+    checkpoints: Checkpoints,
+    ticket: RecordedTicket,
     where: Sequence[Place],
 ) -> Replayed:
     import torch
@@ -140,9 +173,7 @@ def _replayed(
     feed = open_feed(config, options.data, options.eval_data, tokenizer, vocab_size=vocab_size_of(config))
     step = Ticket(ticket.step - 1, ticket.index)
     batch = feed.batch(step)
-    inputs, labels = (
-        {name: torch.from_numpy(array) for name, array in part.items()} for part in (batch.inputs, batch.labels)
-    )
+    inputs, labels = ({name: torch.from_numpy(array) for name, array in part.items()} for part in (batch.inputs, batch.labels))
     make = _stages(options, config, config_bytes, checkpoints, where)
     return replay(make, config.num_stages, step, inputs, labels, codec=CODECS[config.compression])
 
@@ -163,9 +194,7 @@ def _stages(
     def make(stage: int) -> tuple[StageCompute, Version]:
         device = where[stage].device
         compute_as(where[stage].kind)
-        compute = StageCompute(
-            factory, stage, precision=config.precision, seed=config.seed, device=device, frozen=config.frozen
-        )
+        compute = StageCompute(factory, stage, precision=config.precision, seed=config.seed, device=device, frozen=config.frozen)
         if not compute.has_frozen or (not checkpoints and not compute.has_values):
             raise ConfigError("what the run does not train, or began with, lies in its model's files: name them with --model")
         if checkpoints:
@@ -229,9 +258,14 @@ def _lines(ticket: RecordedTicket, here: Replayed, kinds: Sequence[str], losses:
         if stage == len(ticket.peers) - 1:
             pairs["output"] = losses
         on = {"computed_on": ticket.kinds[stage], "computed_on_here": kinds[stage]}
-        lines.append({"stage": stage, "peer": peer, **on, **{
-            f"{name}{of}": value for name, pair in pairs.items() for of, value in zip(("", "_here"), pair, strict=True)
-        }})  # fmt: skip
+        lines.append(
+            {
+                "stage": stage,
+                "peer": peer,
+                **on,
+                **{f"{name}{of}": value for name, pair in pairs.items() for of, value in zip(("", "_here"), pair, strict=True)},
+            }
+        )
     lines[-1] = {key.replace("output", "loss"): value for key, value in lines[-1].items()}
     return lines
 
@@ -239,8 +273,9 @@ def _lines(ticket: RecordedTicket, here: Replayed, kinds: Sequence[str], losses:
 def _text(line: dict[str, Any]) -> str:
     parts = [
         f"{text} {_number(line[name])} here {_number(line[f'{name}_here'])}"
-        for name, text in _NAMES.items() if line.get(name) is not None or line.get(f"{name}_here") is not None
-    ]  # fmt: skip
+        for name, text in _NAMES.items()
+        if line.get(name) is not None or line.get(f"{name}_here") is not None
+    ]
     return f"stage {line['stage']} peer {line['peer'][:8]}: " + "; ".join(parts)
 
 

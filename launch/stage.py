@@ -48,26 +48,53 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser = LaunchParser(PROGRAM, "Serve one stage of a run: compute its micro-batches, average with its other peers.")
     add_run_options(parser)
     group = parser.add_argument_group("stage")
-    group.add_argument("--stage", metavar="auto|N", type=_stage, default="auto",
-                       help="stage to serve first; auto takes the one where this peer makes the swarm fastest. With a "
-                       "--state-dir a peer that has moved goes on where it was")
-    group.add_argument("--device", metavar="auto|cpu|cuda:N", type=device_name, default="auto",
-                       help="where to compute; auto takes the CUDA device with the most free memory, else the CPU")
-    group.add_argument("--threads", metavar="N", type=thread_count, default=None,
-                       help="threads to compute with on the CPU (default: every core)")
-    group.add_argument("--memory-limit", metavar="SIZE", type=size_bytes, default=None,
-                       help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
-                       "is refused before it is allocated (default: 80 %% of what is free)")
-    group.add_argument("--offload-optimizer", action="store_true",
-                       help="keep the optimizer's state in main memory: more room on the GPU, a slower end of each step")
-    group.add_argument("--compile", action="store_true",
-                       help="torch.compile the stage's layers: some seconds once, then up to 1.4 times as fast on a GPU")
-    group.add_argument("--allow-import", metavar="MODULE:FACTORY", default=None,
-                       help="a model of the user's own that this machine may import if the joined run names it")
+    group.add_argument(
+        "--stage",
+        metavar="auto|N",
+        type=_stage,
+        default="auto",
+        help="stage to serve first; auto takes the one where this peer makes the swarm fastest. With a "
+        "--state-dir a peer that has moved goes on where it was",
+    )
+    group.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda:N",
+        type=device_name,
+        default="auto",
+        help="where to compute; auto takes the CUDA device with the most free memory, else the CPU",
+    )
+    group.add_argument(
+        "--threads", metavar="N", type=thread_count, default=None, help="threads to compute with on the CPU (default: every core)"
+    )
+    group.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        type=size_bytes,
+        default=None,
+        help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
+        "is refused before it is allocated (default: 80 %% of what is free)",
+    )
+    group.add_argument(
+        "--offload-optimizer",
+        action="store_true",
+        help="keep the optimizer's state in main memory: more room on the GPU, a slower end of each step",
+    )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="torch.compile the stage's layers: some seconds once, then up to 1.4 times as fast on a GPU",
+    )
+    group.add_argument(
+        "--allow-import",
+        metavar="MODULE:FACTORY",
+        default=None,
+        help="a model of the user's own that this machine may import if the joined run names it",
+    )
     add_model_option(group)
     add_network_options(parser)
-    group.add_argument("--no-restart", action="store_true",
-                       help="end with the worker process if it crashes (default: start it again)")
+    group.add_argument(
+        "--no-restart", action="store_true", help="end with the worker process if it crashes (default: start it again)"
+    )
     group.add_argument(WORKER_OPTION, metavar=("FD", "PID"), type=int, nargs=2, default=None, help=SUPPRESS)
     group.add_argument(AGAIN_OPTION, metavar="RUN", default=None, help=SUPPRESS)
     add_logging_options(parser)
@@ -133,8 +160,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         peer.on_refused = lambda error: reports.send("refused", message=str(error))
         fixed = ["--stage", str(stage)]
         return peer, lambda: announce(
-            PROGRAM, _with_stage(argv, stage), context, run, f"stage {stage}", announcer, reports, fixed=fixed,
-            stage=stage,
+            PROGRAM, _with_stage(argv, stage), context, run, f"stage {stage}", announcer, reports, fixed=fixed, stage=stage
         )
 
     return run_peer(build, serves_until_stopped=True)
@@ -252,9 +278,12 @@ def _in_flight_bytes(
     if options.offload_optimizer:
         require_main_memory(module, config, available_memory())
     needed = memory_of(
-        module, config, writes_checkpoints=options.state_dir is not None, on_cpu=device == "cpu",
+        module,
+        config,
+        writes_checkpoints=options.state_dir is not None,
+        on_cpu=device == "cpu",
         offload=options.offload_optimizer,
-    )  # fmt: skip
+    )
     return room_in_flight(needed, limit_bytes, stage=stage, config=config, limit=limit)
 
 

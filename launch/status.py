@@ -27,8 +27,9 @@ PROGRAM = "swarm_status"
 def parse(argv: Sequence[str]) -> Namespace:
     parser = LaunchParser(PROGRAM, "Show the run that a peer belongs to: its stages, their peers, and what each does.")
     parser.add_argument("address", metavar="HOST:PORT", type=peer_address, help="any peer of the run")
-    parser.add_argument("--timeout", metavar="SECONDS", type=positive_seconds, default=5.0,
-                        help="wait this long for each peer, in seconds")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=positive_seconds, default=5.0, help="wait this long for each peer, in seconds"
+    )
     add_logging_options(parser)
     return parser.parse(argv)
 
@@ -106,8 +107,16 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
         if isinstance(reply, str):
             table.add_row(stage, "", Text(str(address)), "", Text("silent", style="red"), "", "", "")
             continue
-        table.add_row(stage, reply.member.peer[:8], Text(str(address)), reply.role, Text(reply.state),
-                      _known(reply.step), Text(reply.version_id[:8]), str(reply.detail.get("in_flight", "")))
+        table.add_row(
+            stage,
+            reply.member.peer[:8],
+            Text(str(address)),
+            reply.role,
+            Text(reply.state),
+            _known(reply.step),
+            Text(reply.version_id[:8]),
+            str(reply.detail.get("in_flight", "")),
+        )
     return table
 
 

@@ -40,12 +40,23 @@ def parse(argv: Sequence[str]) -> Namespace:
     group = parser.add_argument_group("training")
     add_data_options(group)
     add_model_option(group)
-    group.add_argument("--steps", metavar="N", type=positive_int, default=None,
-                       help="leave after this many steps (default: stay until the run's last has committed)")
-    group.add_argument("--in-flight", metavar="auto|N", type=auto_or_micro_batches, default="auto",
-                       help="micro-batches under way at a time; auto adapts to what the swarm takes")
-    group.add_argument("--metrics", metavar="FILE", type=local_path, default=None,
-                       help="append one JSON line per committed step to this file")
+    group.add_argument(
+        "--steps",
+        metavar="N",
+        type=positive_int,
+        default=None,
+        help="leave after this many steps (default: stay until the run's last has committed)",
+    )
+    group.add_argument(
+        "--in-flight",
+        metavar="auto|N",
+        type=auto_or_micro_batches,
+        default="auto",
+        help="micro-batches under way at a time; auto adapts to what the swarm takes",
+    )
+    group.add_argument(
+        "--metrics", metavar="FILE", type=local_path, default=None, help="append one JSON line per committed step to this file"
+    )
     add_network_options(parser)
     add_logging_options(parser)
     return parser.parse(argv)
@@ -83,13 +94,18 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
             announcer.line(f"waiting for {reason}", waiting_for=reason)
             reports.send("waiting", reason=reason[:500])
 
-        feed = open_feed(
-            context.config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=vocab_size_of(context.config)
-        )
+        feed = open_feed(context.config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=vocab_size_of(context.config))
         tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
-        trainer = Trainer(context, feed=feed, num_steps=options.steps, in_flight=options.in_flight, on_step=on_step,
-                          on_evaluation=on_evaluation, on_waiting=on_waiting,
-                          on_ticket=None if tickets is None else tickets.append)
+        trainer = Trainer(
+            context,
+            feed=feed,
+            num_steps=options.steps,
+            in_flight=options.in_flight,
+            on_step=on_step,
+            on_evaluation=on_evaluation,
+            on_waiting=on_waiting,
+            on_ticket=None if tickets is None else tickets.append,
+        )
         return trainer, lambda: announce(PROGRAM, argv, context, run, "data", announcer, reports)
 
     try:

@@ -50,7 +50,9 @@ _PER_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer
 _BESIDE_PLAN: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"last": ("hc_head",), "streams": 2},
     "gemma3n_text": {
-        "first": (*_PER_LAYER, "altup_projections"), "last": ("altup_unembed_projections",), "shared": "shared_kv_states",
+        "first": (*_PER_LAYER, "altup_projections"),
+        "last": ("altup_unembed_projections",),
+        "shared": "shared_kv_states",
         "streams": 0,
     },
     "gemma4_text": {"first": _PER_LAYER, "shared": "shared_kv_states"},
@@ -58,7 +60,7 @@ _BESIDE_PLAN: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"returns": ("topk_indices",)},
     "hy_v4": {"last": ("hc_head",), "returns": ("topk_indices",), "streams": 2},
     "phi4_multimodal": {"first": ("embed_tokens_extend",)},
-}  # fmt: skip
+}
 #: Why a family with a plan is not cut.
 _NOT_CUT = {"hrm_text": "its layers run several times over, in cycles"}
 

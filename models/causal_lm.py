@@ -136,15 +136,15 @@ class CausalLMFactory:
         wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
         if wrong:
             name = wrong[0]
-            raise ValueError(
-                f"{len(wrong)} parameters do not fit, first {name}: {given.get(name)} instead of {wanted.get(name)}"
-            )
+            raise ValueError(f"{len(wrong)} parameters do not fit, first {name}: {given.get(name)} instead of {wanted.get(name)}")
         return {name: params[name].detach().cpu().contiguous() for name in wanted}
 
     def save_pretrained(
-        self, params: Mapping[str, torch.Tensor], directory: str | os.PathLike[str],
+        self,
+        params: Mapping[str, torch.Tensor],
+        directory: str | os.PathLike[str],
         buffers: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads; an old one stays until the new is whole.
 
         With byte tokens, a `tokenizer.json` that `AutoTokenizer` loads is written too. A run that was trained in fp64
@@ -163,10 +163,13 @@ class CausalLMFactory:
         if self.compression is not None:
             raise ConfigError(f"a model with model_options.compressor {self.compression.kind!r} is none of transformers'")
         write_model(
-            directory, {**self.export_state_dict(params), **(buffers or {})}, self.config, dtype=self._dtype,
+            directory,
+            {**self.export_state_dict(params), **(buffers or {})},
+            self.config,
+            dtype=self._dtype,
             architecture=type(self.skeleton()).__name__,
             byte_tokenizer=self.vocab_size == 256 and self._run.tokenizer_digest in ("", ByteTokenizer.digest),
-        )  # fmt: skip
+        )
 
     def _build(self, span: range | None) -> CausalLMStage:
         lm = self.skeleton()

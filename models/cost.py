@@ -35,9 +35,11 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
-            self.num_trained + other.num_trained, self.num_frozen + other.num_frozen, self.flops + other.flops,
+            self.num_trained + other.num_trained,
+            self.num_frozen + other.num_frozen,
+            self.flops + other.flops,
             self.num_kept + other.num_kept,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,7 @@ def kept_of(cost: Cost, run: RunConfig) -> int:
     return int(cost.num_kept * run.micro_batch_size * run.sequence_length * PRECISION_DTYPES[run.precision].itemsize)
 
 
-def cost_of(
-    lm: PreTrainedModel, anatomy: Anatomy, *, sequence_length: int, frozen: Sequence[str] = ()
-) -> ModelCost:
+def cost_of(lm: PreTrainedModel, anatomy: Anatomy, *, sequence_length: int, frozen: Sequence[str] = ()) -> ModelCost:
     """From a model that may be without memory. A head that is tied to the embedding counts at both: each stage has a copy.
 
     Args:

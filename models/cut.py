@@ -58,9 +58,7 @@ class CausalLMStage(torch.nn.Module):
         ConfigError: if the model cannot be cut.
     """
 
-    def __init__(
-        self, lm: PreTrainedModel, span: range | None = None, *, compression: Compression | None = None
-    ) -> None:
+    def __init__(self, lm: PreTrainedModel, span: range | None = None, *, compression: Compression | None = None) -> None:
         super().__init__()
         anatomy = anatomy_of(lm)
         base = lm.get_submodule(anatomy.base)

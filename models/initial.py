@@ -22,9 +22,7 @@ from swarm.base.errors import ConfigError
 _CHUNK = 2**20
 
 
-def initialize(
-    module: torch.nn.Module, initializer: Callable[[torch.nn.Module], Any], seed: int, *, prefix: str = ""
-) -> None:
+def initialize(module: torch.nn.Module, initializer: Callable[[torch.nn.Module], Any], seed: int, *, prefix: str = "") -> None:
     """Apply `initializer` to every submodule, children first, with named draws. Parameters are fp32 on the CPU.
 
     Args:

@@ -122,9 +122,14 @@ class LoraFactory:
     def _peft_config(self, targets: list[str]) -> Any:
         lora = self._lora
         return self._peft.LoraConfig(
-            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, bias="none",
-            task_type="CAUSAL_LM", base_model_name_or_path=self._run.weights_source or None,
-        )  # fmt: skip
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=targets,
+            bias="none",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self._run.weights_source or None,
+        )
 
     # ------------------------------------------------------------------------------------------------ export
 
@@ -180,9 +185,10 @@ def _encoding(bits: Bits | None, codes: torch.Tensor, scales: torch.Tensor) -> C
 def _linear_layers(module: torch.nn.Module) -> list[str]:
     """Full names of the linear layers inside the numbered ones."""
     return [
-        name for name, child in module.named_modules()
+        name
+        for name, child in module.named_modules()
         if isinstance(child, torch.nn.Linear) and any(part.isdigit() for part in name.split("."))
-    ]  # fmt: skip
+    ]
 
 
 def _import_peft() -> Any:

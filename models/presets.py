@@ -17,14 +17,27 @@ if TYPE_CHECKING:
 PRETRAINED = "pretrained"
 #: Bytes as tokens; sized so that 60 steps with the defaults of `RunConfig` cost less than a minute of one CPU core.
 LLAMA_TINY: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 96, "num_hidden_layers": 6, "intermediate_size": 256,
-    "num_attention_heads": 4, "initializer_range": 0.08, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 96,
+    "num_hidden_layers": 6,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 #: 26M parameters: large enough that compute, not Python, decides a benchmark.
 LLAMA_SMALL: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408,
-    "num_attention_heads": 8, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 #: What the named models say of themselves; `causal-lm` takes everything from `model_options`: `model_type` (llama, qwen3,

@@ -66,9 +66,13 @@ class QuantizedLinear(torch.nn.Linear):
             flat = functional.dequantize_blockwise(self.codes, absmax=scales, blocksize=_BLOCK[8])
             return flat.view(shape).to(dtype)
         state = functional.QuantState(
-            absmax=scales, shape=torch.Size(shape), code=_nf4(self.codes.device), blocksize=_BLOCK[4], quant_type="nf4",
+            absmax=scales,
+            shape=torch.Size(shape),
+            code=_nf4(self.codes.device),
+            blocksize=_BLOCK[4],
+            quant_type="nf4",
             dtype=dtype if dtype != torch.float64 else torch.float32,
-        )  # fmt: skip
+        )
         return functional.dequantize_4bit(self.codes.view(-1, 1), state).view(shape).to(dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -58,8 +58,9 @@ def _made(config: RunConfig, may_import: bool, source: Source | None) -> StageFa
     if config.model in PRESETS:
         return PRESETS[config.model](config)
     if not is_dotted(config.model):
-        raise ConfigError(f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory, "
-                          "directory or hub id")
+        raise ConfigError(
+            f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory, directory or hub id"
+        )
     if not may_import:
         raise ConfigError(f"model {config.model}: this peer may not import it; --allow-import allows it if you trust the code")
     make = import_factory(config.model, "model")

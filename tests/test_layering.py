@@ -18,8 +18,18 @@ LAYERS = ("base", "wire", "lifecycle", "policy", "net", "stage", "averaging", "f
 NETWORK_PACKAGES = {"aiohttp", "kademlia", "rpcudp", "umsgpack"}
 TORCH_FREE_LAYERS = ("base", "lifecycle", "policy", "net", "feed")
 TORCH_FREE_PEER_MODULES = (
-    "announcing", "backbone", "context", "coordinator", "hop", "joining", "link", "run_info", "seat", "trainer", "wiring",
-)  # fmt: skip
+    "announcing",
+    "backbone",
+    "context",
+    "coordinator",
+    "hop",
+    "joining",
+    "link",
+    "run_info",
+    "seat",
+    "trainer",
+    "wiring",
+)
 #: Nothing that came over a wire may be unpickled or evaluated (promise 7).
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
@@ -74,9 +84,11 @@ def reads_environment(tree: ast.AST) -> list[int]:
     wrong = []
     for node in ast.walk(tree):
         attribute = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv")
-        name = isinstance(node, ast.ImportFrom) and node.module == "os" and any(
-            alias.name in ("environ", "environb", "getenv", "putenv") for alias in node.names
-        )  # fmt: skip
+        name = (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and any(alias.name in ("environ", "environb", "getenv", "putenv") for alias in node.names)
+        )
         if attribute or name:
             wrong.append(node.lineno)
     return wrong
@@ -176,9 +188,7 @@ def test_a_trainer_and_a_backbone_need_no_torch() -> None:
 
 
 def test_the_environment_is_read_in_launch_only() -> None:
-    wrong = [
-        f"{relative(path)}:{line}" for path in product_files("swarm", "models") for line in reads_environment(parse(path))
-    ]
+    wrong = [f"{relative(path)}:{line}" for path in product_files("swarm", "models") for line in reads_environment(parse(path))]
     assert not wrong, f"os.environ outside launch/: {wrong}"
     assert reads_environment(ast.parse("import os\nx = os.environ['HOME']")) == [2]
     assert reads_environment(ast.parse("from os import getenv")) == [1]

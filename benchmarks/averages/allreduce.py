@@ -59,9 +59,7 @@ class Swarm:
         """Freeze everyone's ledger for a new attempt."""
         self._n += 1
         attempt = m.Attempt(ballot=Ballot(1, self.link.context.peer), n=self._n)
-        gather = m.Gather(
-            run=self.link.context.run, stage=0, step=0, attempt=attempt, freeze=True, members=tuple(self.members)
-        )
+        gather = m.Gather(run=self.link.context.run, stage=0, step=0, attempt=attempt, freeze=True, members=tuple(self.members))
         gathered, _ = await self.link.ask(self.members[0], gather, m.Gathered)
         return attempt, gathered.seals
 
@@ -71,9 +69,7 @@ class Swarm:
 
     async def part(self, holder: m.Member, result: m.StageResult) -> torch.Tensor:
         """The first elements of the average that `holder` has."""
-        request = m.FetchSum(
-            run=self.link.context.run, stage=0, step=0, digest=result.sum_digest, length=CHECKED
-        )
+        request = m.FetchSum(run=self.link.context.run, stage=0, step=0, digest=result.sum_digest, length=CHECKED)
         _, frame = await self.link.ask(holder, request, m.SumCopy, stall_s=60.0)
         return decode_tensor(frame.message.tensors[0], frame.buffers[0])
 
@@ -84,7 +80,7 @@ def started(command: list[str], environment: dict[str, str]) -> subprocess.Popen
 
 @contextlib.asynccontextmanager
 async def swarm_of(
-    num_peers: int, num_elements: int, *, places: Sequence[Place] | None = None, driver: str = "127.0.0.1", **fields: Any,
+    num_peers: int, num_elements: int, *, places: Sequence[Place] | None = None, driver: str = "127.0.0.1", **fields: Any
 ) -> AsyncIterator[Swarm]:
     """Started peers; `fields` go into their run's configuration.
 
@@ -103,10 +99,7 @@ async def swarm_of(
     await link.serve()
     try:
         for index in range(num_peers):
-            options = {
-                "index": index, "peers": num_peers, "elements": num_elements, "config": fields,
-                "host": places[index].host,
-            }  # fmt: skip
+            options = {"index": index, "peers": num_peers, "elements": num_elements, "config": fields, "host": places[index].host}
             command = [*places[index].prefix, sys.executable, str(HERE / "allreduce_peer.py"), json.dumps(options)]
             processes.append(started(command, environment))
         members = [m.Member(**json.loads(process.stdout.readline())) for process in processes]  # type: ignore[union-attr]
@@ -149,13 +142,21 @@ def fields_of(compression: str) -> dict[str, Any]:
 
 def hivemind(python: str, num_peers: int, num_elements: int, compression: str, rounds: int) -> list[dict[str, Any]] | None:
     options = {
-        "peers": num_peers, "elements": num_elements, "compression": compression, "rounds": WARM_UP + rounds, "averager": {},
-    }  # fmt: skip
+        "peers": num_peers,
+        "elements": num_elements,
+        "compression": compression,
+        "rounds": WARM_UP + rounds,
+        "averager": {},
+    }
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [python, "-W", "ignore", str(HERE / "allreduce_hivemind.py"), json.dumps(options)], capture_output=True, text=True,
-        env=environment, timeout=280, check=False,
-    )  # fmt: skip
+        [python, "-W", "ignore", str(HERE / "allreduce_hivemind.py"), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+        check=False,
+    )
     if done.returncode:
         print(f"hivemind, {num_peers} peers, {compression}: failed: {done.stderr[-500:]}", file=sys.stderr)
         return None
@@ -221,12 +222,21 @@ def loopback(options: argparse.Namespace) -> None:
             their_cpu_s = statistics.median(r["cpu_s"] for r in theirs) if theirs else 0.0
             width = {"none": 4.0, "fp16": 2.0, "bf16": 2.0}.get(compression, 1.0)
             sent = 2 * (num_peers - 1) / num_peers * options.elements * width
-            rows.append({
-                "peers": num_peers, "compression": compression, "s": seconds, "CPU-s": cpu_s, "error": ours["error"],
-                "hivemind s": their_s, "x faster": their_s / seconds, "hivemind CPU-s": their_cpu_s,
-                "x less CPU": their_cpu_s / cpu_s, "x wire alone": seconds / (sent / alone),
-                "x wire shared": seconds / (num_peers * sent / together),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "peers": num_peers,
+                    "compression": compression,
+                    "s": seconds,
+                    "CPU-s": cpu_s,
+                    "error": ours["error"],
+                    "hivemind s": their_s,
+                    "x faster": their_s / seconds,
+                    "hivemind CPU-s": their_cpu_s,
+                    "x less CPU": their_cpu_s / cpu_s,
+                    "x wire alone": seconds / (sent / alone),
+                    "x wire shared": seconds / (num_peers * sent / together),
+                }
+            )
             details[f"{num_peers} peers, {compression}"] = {"swarm": ours, "hivemind": theirs}
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, file=sys.stderr, flush=True)
     facts = machine() | {
@@ -247,9 +257,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=25_000_000, metavar="N", help="fp32 values (default: 25000000)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds that are timed (default: 3)")
     parser.add_argument(
-        "--compression", nargs="+", default=["none", "fp16", "int8"], choices=("none", "fp16", "bf16", "8bit", "int8"),
+        "--compression",
+        nargs="+",
+        default=["none", "fp16", "int8"],
+        choices=("none", "fp16", "bf16", "8bit", "int8"),
         help="of the averages (default: none fp16 int8)",
-    )  # fmt: skip
+    )
     parser.add_argument("--hivemind-python", metavar="PYTHON", help="interpreter that has hivemind 1.1.12")
     parser.add_argument("--shaped", action="store_true", help="12 peers on links with limits instead (needs root, ip, tc)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of the shaped links' rates (default: 1)")

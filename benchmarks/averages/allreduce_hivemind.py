@@ -39,10 +39,18 @@ def peer(options: dict[str, Any]) -> None:
     dht = hivemind.DHT(initial_peers=options["initial"], host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     tensor = torch.randn(options["elements"], generator=torch.Generator().manual_seed(options["index"]))
     averager = DecentralizedAverager(
-        [tensor], dht, prefix="allreduce", target_group_size=options["peers"], min_group_size=options["peers"],
-        compression=getattr(hivemind.compression, COMPRESSIONS[options["compression"]])(), allow_state_sharing=False,
-        min_matchmaking_time=2.0, request_timeout=1.0, start=True, **options["averager"],
-    )  # fmt: skip
+        [tensor],
+        dht,
+        prefix="allreduce",
+        target_group_size=options["peers"],
+        min_group_size=options["peers"],
+        compression=getattr(hivemind.compression, COMPRESSIONS[options["compression"]])(),
+        allow_state_sharing=False,
+        min_matchmaking_time=2.0,
+        request_timeout=1.0,
+        start=True,
+        **options["averager"],
+    )
     print(json.dumps([str(address) for address in dht.get_visible_maddrs()]), flush=True)
     control = None
     for line in sys.stdin:
@@ -108,10 +116,15 @@ class Peers:
         initial: list[str] = []
         for index in range(options["peers"]):
             own = {**options, "index": index, "initial": initial}
-            self.processes.append(subprocess.Popen(
-                [sys.executable, "-W", "ignore", __file__, json.dumps(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, text=True,
-            ))  # fmt: skip
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", __file__, json.dumps(own)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
             addresses = self.answer(index)
             initial = initial or addresses
 
@@ -178,10 +191,11 @@ def one_round(peers: Peers, options: dict[str, Any]) -> dict[str, Any]:
     peers.tell("go")
     results = peers.answers()
     return {
-        "seconds": time.monotonic() - began, "cpu_s": cpu_of(peers.pids) - cpu,
+        "seconds": time.monotonic() - began,
+        "cpu_s": cpu_of(peers.pids) - cpu,
         "averaged": all(r["outcome"] == f"averaged with {options['peers']}" for r in results),
         "outcomes": sorted({r["outcome"] for r in results}),
-    }  # fmt: skip
+    }
 
 
 def disturbed(options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -63,9 +63,15 @@ def context_of(config: RunConfig, seed: int, advertise_host: str, **transport: A
     http = HttpTransport(**transport)
     dht = MemoryDht(MemoryDhtNetwork(rng), identity=(identity := Identity.ephemeral(rng)), address=http.address)
     return PeerContext(
-        config=config, config_bytes=config.to_bytes(), identity=identity, incarnation=new_incarnation(rng), transport=http,
-        dht=dht, rng=rng, advertise_host=advertise_host,
-    )  # fmt: skip
+        config=config,
+        config_bytes=config.to_bytes(),
+        identity=identity,
+        incarnation=new_incarnation(rng),
+        transport=http,
+        dht=dht,
+        rng=rng,
+        advertise_host=advertise_host,
+    )
 
 
 async def serve(options: dict[str, Any]) -> None:

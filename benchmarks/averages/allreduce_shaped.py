@@ -45,9 +45,7 @@ async def led_round(swarm: Swarm) -> float:
 async def measured(swarm: Swarm) -> list[tuple[float, float]]:
     """What each member says its link carries up and down, in bytes per second."""
     attempt, _ = await swarm.seals()
-    ask = m.Collect(
-        run=swarm.link.context.run, stage=0, step=0, attempt=attempt, freeze=True, leader=swarm.members[0]
-    )
+    ask = m.Collect(run=swarm.link.context.run, stage=0, step=0, attempt=attempt, freeze=True, leader=swarm.members[0])
     replies = await together(*(swarm.link.ask(x, ask, m.Collected) for x in swarm.members))
     return [(reply.upload or 0.0, reply.download or 0.0) for reply, _ in replies]
 
@@ -72,10 +70,13 @@ def shaped(options: argparse.Namespace) -> None:
         {"shares": "equal", "predicted s": predicted[0], "measured s": equal_s, "x predicted": equal_s / predicted[0]},
         {"shares": "by bandwidth", "predicted s": predicted[1], "measured s": led_s, "x predicted": led_s / predicted[1]},
     ]
-    gains = [{
-        "predicted gain": predicted[0] / predicted[1], "measured gain": equal_s / led_s,
-        "measured / predicted": (equal_s / led_s) / (predicted[0] / predicted[1]),
-    }]  # fmt: skip
+    gains = [
+        {
+            "predicted gain": predicted[0] / predicted[1],
+            "measured gain": equal_s / led_s,
+            "measured / predicted": (equal_s / led_s) / (predicted[0] / predicted[1]),
+        }
+    ]
     links = [
         {"Mb/s": rate / 1e6, "measured up": up * 8 / 1e6, "measured down": down * 8 / 1e6}
         for rate, (up, down) in zip(rates, result["measured"], strict=True)

@@ -42,12 +42,24 @@ def config_of(num_elements: int, compute_s: float, delay_steps: int, options: ar
     """`compute_s` is what each peer computes in a step if all get as many micro-batches."""
     micro_batch_s = compute_s / options.tickets
     return RunConfig(
-        name="delayed", model=MODEL, num_stages=1, micro_batch_size=1, target_batch_size=options.tickets * options.peers,
-        model_options={"num_elements": num_elements, "forward_s": micro_batch_s * FORWARD_PART,
-                       "backward_s": micro_batch_s * (1 - FORWARD_PART)},
-        total_steps=10**6, eval_samples=0, checkpoint_every=0, precision="fp32", compression="none",
-        delay_steps=delay_steps, min_peers_per_stage=options.peers,
-    )  # fmt: skip
+        name="delayed",
+        model=MODEL,
+        num_stages=1,
+        micro_batch_size=1,
+        target_batch_size=options.tickets * options.peers,
+        model_options={
+            "num_elements": num_elements,
+            "forward_s": micro_batch_s * FORWARD_PART,
+            "backward_s": micro_batch_s * (1 - FORWARD_PART),
+        },
+        total_steps=10**6,
+        eval_samples=0,
+        checkpoint_every=0,
+        precision="fp32",
+        compression="none",
+        delay_steps=delay_steps,
+        min_peers_per_stage=options.peers,
+    )
 
 
 @contextmanager
@@ -70,10 +82,29 @@ def started(config: RunConfig, places: Sequence[Place], directory: Path) -> Iter
         backbone = start("backbone", ["--run", str(directory / "run.json"), "--port", str(port)], outside)
         wait_until_listening(backbone, port, directory)
         for place in places:
-            start("stage", [*join, "--stage", "0", "--device", "cpu", "--threads", "1", "--memory-limit", "1GiB",
-                            "--allow-import", MODEL, "--no-restart"], place)  # fmt: skip
-        yield start("trainer", [*join, "--data", DATA, "--in-flight", str(IN_FLIGHT * len(places)),
-                                "--metrics", str(directory / "metrics.jsonl")], outside)  # fmt: skip
+            start(
+                "stage",
+                [
+                    *join,
+                    "--stage",
+                    "0",
+                    "--device",
+                    "cpu",
+                    "--threads",
+                    "1",
+                    "--memory-limit",
+                    "1GiB",
+                    "--allow-import",
+                    MODEL,
+                    "--no-restart",
+                ],
+                place,
+            )
+        yield start(
+            "trainer",
+            [*join, "--data", DATA, "--in-flight", str(IN_FLIGHT * len(places)), "--metrics", str(directory / "metrics.jsonl")],
+            outside,
+        )
     finally:
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
@@ -120,11 +151,17 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
             compute = timed(f"{case}, compute alone", FEW, compute_s, 0)
             after = timed(f"{case}, delay 0", options.elements, compute_s, 0)
             beside = timed(f"{case}, delay 1", options.elements, compute_s, 1)
-            rows.append({
-                "case": case, "compute alone s": compute, "averaging alone s": averaging, "delay 0 s": after,
-                "of the sum": after / (compute + averaging), "delay 1 s": beside,
-                "of the longer": beside / max(compute, averaging),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "case": case,
+                    "compute alone s": compute,
+                    "averaging alone s": averaging,
+                    "delay 0 s": after,
+                    "of the sum": after / (compute + averaging),
+                    "delay 1 s": beside,
+                    "of the longer": beside / max(compute, averaging),
+                }
+            )
     return rows, details
 
 
@@ -145,14 +182,17 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
-        ("peers", 4, "peers of the stage"), ("elements", 3_000_000, "fp32 weights"),
-        ("tickets", 16, "micro-batches per peer and step"), ("steps", 4, "steps that are timed"),
+        ("peers", 4, "peers of the stage"),
+        ("elements", 3_000_000, "fp32 weights"),
+        ("tickets", 16, "micro-batches per peer and step"),
+        ("steps", 4, "steps that are timed"),
         ("warmup", 2, "steps before them"),
-    ):  # fmt: skip
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--rate", type=float, default=50.0, metavar="MBIT", help="of each link, in Mb/s (default: 50)")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 1.0, 0.5], metavar="X",
-                        help="of compute to averaging (default: 2 1 0.5)")  # fmt: skip
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[2.0, 1.0, 0.5], metavar="X", help="of compute to averaging (default: 2 1 0.5)"
+    )
     parser.add_argument("--name", default="delayed", help="of the result files (default: delayed)")
     return parser.parse_args()
 
@@ -168,7 +208,7 @@ def main() -> None:
         "averages": f"{options.elements} fp32 values; 2(n-1)/n of their bytes take {bound:.2f} s on such a link",
         "compute": f"occupation of the compute thread, {options.tickets} micro-batches per peer and step",
         "timed": f"median of {options.steps} steps after {options.warmup}",
-    }  # fmt: skip
+    }
     publish(options.name, facts=facts, tables={"Seconds per step": rows}, details=details, draw=draw(rows))
 
 

@@ -38,10 +38,19 @@ MIB = 2**20
 
 def configuration(num_elements: int) -> RunConfig:
     return RunConfig(
-        name="join", model=MODEL, model_options={"num_elements": num_elements}, num_stages=1,
-        micro_batch_size=1, target_batch_size=12, total_steps=10**6, lr_schedule="constant", precision="fp32",
-        compression="none", eval_samples=0, checkpoint_every=0,
-    )  # fmt: skip
+        name="join",
+        model=MODEL,
+        model_options={"num_elements": num_elements},
+        num_stages=1,
+        micro_batch_size=1,
+        target_batch_size=12,
+        total_steps=10**6,
+        lr_schedule="constant",
+        precision="fp32",
+        compression="none",
+        eval_samples=0,
+        checkpoint_every=0,
+    )
 
 
 class Observed:
@@ -122,13 +131,17 @@ async def join(seen: Observed, name: str, state_bytes: int, kill: str | None) ->
     await seen.more_steps(6)
     donors = [donor for donor in DONORS if donor != kill]
     return {
-        "joined": name, "killed": kill or "nobody", "transfer (s)": arrived_at - moving_from,
-        "start to first micro-batch (s)": served_at - began, "steps from transfer's end to serving": served_step - arrived_step,
-        "first step": first_step, "last step": seen.num_steps,
+        "joined": name,
+        "killed": kill or "nobody",
+        "transfer (s)": arrived_at - moving_from,
+        "start to first micro-batch (s)": served_at - began,
+        "steps from transfer's end to serving": served_step - arrived_step,
+        "first step": first_step,
+        "last step": seen.num_steps,
         "donors' memory rises by (MiB)": max(
             seen.most(d, began, time.monotonic()) - seen.most(d, calm_from, began) for d in donors
         ),
-    }  # fmt: skip
+    }
 
 
 async def measure(directory: Path, num_elements: int) -> dict[str, Any]:
@@ -188,8 +201,9 @@ def main() -> int:
         "median step before anyone joins (s)": round(median, 2),
         "slowest of them against the median": round(max(calm) / median, 2),
         "slowest step when a peer is killed and nobody joins, against the median": round(max(killed) / median, 2),
-        "states have one digest": same, "every step has its tickets once": whole,
-    }  # fmt: skip
+        "states have one digest": same,
+        "every step has its tickets once": whole,
+    }
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()

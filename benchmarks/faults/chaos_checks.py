@@ -90,12 +90,15 @@ def judge(config: RunConfig, lines: list[dict[str, Any]], evidence: Evidence, fi
     verdict = Verdict()
     last = final[0].record.step + 1
     targets = [config.tickets_per_step] * config.num_stages
-    verdict.check("every step has exactly its tickets at every stage", [
-        f"step {line['step']}: {line['tickets']}" for line in lines if line["tickets"] != targets or line["skipped"]
-    ] + [
-        f"step {record.step + 1}: {[r.num_tickets for r in record.results]}" for record in evidence.records.values()
-        if record.step >= 0 and ([r.num_tickets for r in record.results] != targets or record.skipped)
-    ])  # fmt: skip
+    verdict.check(
+        "every step has exactly its tickets at every stage",
+        [f"step {line['step']}: {line['tickets']}" for line in lines if line["tickets"] != targets or line["skipped"]]
+        + [
+            f"step {record.step + 1}: {[r.num_tickets for r in record.results]}"
+            for record in evidence.records.values()
+            if record.step >= 0 and ([r.num_tickets for r in record.results] != targets or record.skipped)
+        ],
+    )
     losses: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
         losses[line["step"]][line["head"]] = line["loss"]
@@ -105,13 +108,21 @@ def judge(config: RunConfig, lines: list[dict[str, Any]], evidence: Evidence, fi
     verdict.check("all steps are committed", [f"step {s} was not seen" for s in range(1, last + 1) if s not in losses])
     _check_version_ids(verdict, losses, evidence, final)
     _check_plain(verdict, config, losses, final)
-    verdict.check("the copies of each state have one digest", [
-        f"stage {stage}, head {version_id[:12]}: {', '.join(sorted(copies))} differ"
-        for (stage, version_id), copies in evidence.digests.items() if len(set(copies.values())) > 1
-    ])  # fmt: skip
+    verdict.check(
+        "the copies of each state have one digest",
+        [
+            f"stage {stage}, head {version_id[:12]}: {', '.join(sorted(copies))} differ"
+            for (stage, version_id), copies in evidence.digests.items()
+            if len(set(copies.values())) > 1
+        ],
+    )
     compared = [len(copies) for copies in evidence.digests.values() if len(copies) > 1]
-    verdict.numbers |= {"committed_steps": last, "states_compared": len(compared), "set_backs": evidence.num_set_backs,
-                        "metrics_lines": len(lines)}  # fmt: skip
+    verdict.numbers |= {
+        "committed_steps": last,
+        "states_compared": len(compared),
+        "set_backs": evidence.num_set_backs,
+        "metrics_lines": len(lines),
+    }
     return verdict
 
 
@@ -119,9 +130,10 @@ def _check_version_ids(
     verdict: Verdict, losses: dict[int, dict[str, float]], evidence: Evidence, final: list[StageCheckpoint]
 ) -> None:
     """One head for each step and era, and each record follows the one before."""
-    verdict.check("all stages end at one head", [
-        f"stage {c.stage}: {c.record.version_id[:12]}" for c in final if c.record.version_id != final[0].record.version_id
-    ])
+    verdict.check(
+        "all stages end at one head",
+        [f"stage {c.stage}: {c.record.version_id[:12]}" for c in final if c.record.version_id != final[0].record.version_id],
+    )
     several = []
     for step, version_ids in sorted(losses.items()):
         eras = [evidence.records[version_id].era if version_id in evidence.records else None for version_id in version_ids]
@@ -138,9 +150,7 @@ def _check_version_ids(
     verdict.check("each record follows the one before", broken)
 
 
-def _check_plain(
-    verdict: Verdict, config: RunConfig, losses: dict[int, dict[str, float]], final: list[StageCheckpoint]
-) -> None:
+def _check_plain(verdict: Verdict, config: RunConfig, losses: dict[int, dict[str, float]], final: list[StageCheckpoint]) -> None:
     """The same training in this process, step by step."""
     torch.set_num_threads(1)
     feed = open_feed(config, None, None, None)

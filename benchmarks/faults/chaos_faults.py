@@ -18,9 +18,7 @@ from swarm.testing.faulty_proxy import Fault
 from swarm.wire.messages import StatusReply
 
 #: Relative frequencies.
-KINDS = {
-    "kill": 6, "stop": 5, "lost replies": 3, "cut off": 2, "cut link": 3, "delay": 2, "reset connections": 2,
-}  # fmt: skip
+KINDS = {"kill": 6, "stop": 5, "lost replies": 3, "cut off": 2, "cut link": 3, "delay": 2, "reset connections": 2}
 
 
 @dataclass
@@ -98,11 +96,20 @@ class Chaos:
             return True
         newest = max((s.step for s in statuses.values()), default=0)
         left = [
-            p for p in self._swarm.processes.values()
-            if p not in group and not p.trouble and (s := statuses.get(p.name)) is not None
-            and (p.role != "stage" or (s.state == "serving" and s.step >= newest - 1
-                                       and any(x.ready and x.peer == p.peer for x in s.stages[p.stage or 0])))
-        ]  # fmt: skip
+            p
+            for p in self._swarm.processes.values()
+            if p not in group
+            and not p.trouble
+            and (s := statuses.get(p.name)) is not None
+            and (
+                p.role != "stage"
+                or (
+                    s.state == "serving"
+                    and s.step >= newest - 1
+                    and any(x.ready and x.peer == p.peer for x in s.stages[p.stage or 0])
+                )
+            )
+        ]
         stages = {p.stage for p in left if p.role == "stage"}
         return len(stages) < NUM_STAGES or not {"trainer", "backbone"} <= {p.role for p in left}
 
@@ -129,7 +136,7 @@ class Chaos:
                     "cut off": Fault("cut", victim.name),
                     "cut link": Fault("cut", victim.name, frozenset(p.name for p in group[1:])),
                     "delay": Fault("delay", victim.name, delay_s=rng.uniform(0.02, 0.6)),
-                }[kind]  # fmt: skip
+                }[kind]
                 swarm.network.begin(fault)
                 await asyncio.sleep(seconds)
                 swarm.network.end(fault)

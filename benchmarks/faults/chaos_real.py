@@ -110,8 +110,9 @@ def _slowest(outcome: Outcome, count: int = 8) -> list[dict[str, Any]]:
     waits = [(b[0] - a[0], a[0], b[0], b[1]) for a, b in itertools.pairwise(commits)]
     rows = []
     for seconds, since, at, step in sorted(waits, reverse=True)[:count]:
-        during = [f"{f.kind} {f.victim} ({f.role})" for f in outcome.chaos.injected
-                  if f.began < at and (f.recovered or at) > since]  # fmt: skip
+        during = [
+            f"{f.kind} {f.victim} ({f.role})" for f in outcome.chaos.injected if f.began < at and (f.recovered or at) > since
+        ]
         rows.append({"step": step, "seconds": round(seconds, 2), "at_s": round(at - begin), "faults": "; ".join(during)})
     return rows
 
@@ -126,25 +127,52 @@ def _report(outcome: Outcome, verdict: Verdict, plan: FaultPlan) -> None:
         chosen = [f for f in injected if f.kind == kind]
         roles = Counter(f.role for f in chosen)
         times = [f.recovered - f.began for f in chosen if f.recovered is not None]
-        kinds.append({
-            "fault": kind, "injected": len(chosen), "coordinator": roles["coordinator"], "leader": roles["leader"],
-            "longest_until_well_s": round(max(times, default=0.0), 1),
-        })  # fmt: skip
+        kinds.append(
+            {
+                "fault": kind,
+                "injected": len(chosen),
+                "coordinator": roles["coordinator"],
+                "leader": roles["leader"],
+                "longest_until_well_s": round(max(times, default=0.0), 1),
+            }
+        )
     checks = [{"check": name, "violations": len(failures)} for name, failures in verdict.violations.items()]
     facts = {
-        **outcome.machine, "seed": plan.seed, "minutes": plan.minutes, "faults": len(injected), "spared": outcome.chaos.spared,
-        "lost_replies": outcome.swarm.network.lost_replies, "violations": verdict.num_violations, **verdict.numbers,
-        "fault_free_seconds": 2 * plan.baseline_s, "fault_free_steps_per_s": [round(before, 3), round(after, 3)],
+        **outcome.machine,
+        "seed": plan.seed,
+        "minutes": plan.minutes,
+        "faults": len(injected),
+        "spared": outcome.chaos.spared,
+        "lost_replies": outcome.swarm.network.lost_replies,
+        "violations": verdict.num_violations,
+        **verdict.numbers,
+        "fault_free_seconds": 2 * plan.baseline_s,
+        "fault_free_steps_per_s": [round(before, 3), round(after, 3)],
         "steps_per_s": round(storm, 3),
         "throughput_percent": round(100 * storm / calm, 1) if calm else None,
-    }  # fmt: skip
-    publish("chaos_real", facts=facts, tables={
-        "faults injected": kinds, "checks": checks, "longest waits for a commit": _slowest(outcome) or [{"step": "none"}],
-    }, details={
-        "violations": verdict.violations,
-        "faults": [{"kind": f.kind, "victim": f.victim, "role": f.role, "at_s": round(f.began - outcome.storm[0], 1),
-                    "seconds": None if f.recovered is None else round(f.recovered - f.began, 1)} for f in injected],
-    })  # fmt: skip
+    }
+    publish(
+        "chaos_real",
+        facts=facts,
+        tables={
+            "faults injected": kinds,
+            "checks": checks,
+            "longest waits for a commit": _slowest(outcome) or [{"step": "none"}],
+        },
+        details={
+            "violations": verdict.violations,
+            "faults": [
+                {
+                    "kind": f.kind,
+                    "victim": f.victim,
+                    "role": f.role,
+                    "at_s": round(f.began - outcome.storm[0], 1),
+                    "seconds": None if f.recovered is None else round(f.recovered - f.began, 1),
+                }
+                for f in injected
+            ],
+        },
+    )
     for name, failures in verdict.violations.items():
         for failure in failures[:MAX_NAMED]:
             print(f"VIOLATION {name}: {failure}")
@@ -183,14 +211,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="minutes with faults (default 10)")
     parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between faults (default 5)")
-    parser.add_argument("--baseline", type=float, default=60.0, metavar="S",
-                        help="seconds without faults, before and again after (default 60)")
+    parser.add_argument(
+        "--baseline", type=float, default=60.0, metavar="S", help="seconds without faults, before and again after (default 60)"
+    )
     parser.add_argument("--seed", type=int, default=None, metavar="N", help="of the faults (default: another each time)")
     parser.add_argument("--logs", type=Path, default=None, metavar="DIR", help="keep logs, metrics and checkpoints here")
     options = parser.parse_args(argv)
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
-    plan = FaultPlan(minutes=options.minutes, interval_s=options.interval, baseline_s=options.baseline, seed=seed,
-                logs=options.logs)  # fmt: skip
+    plan = FaultPlan(
+        minutes=options.minutes, interval_s=options.interval, baseline_s=options.baseline, seed=seed, logs=options.logs
+    )
     return 1 if chaos(plan) else 0
 
 

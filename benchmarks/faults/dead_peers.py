@@ -96,12 +96,18 @@ def main() -> int:
             shape = {"stages": options.stages, "peers": options.peers, "left": options.left, "joiners": options.joiners}
             found = run_virtual(_run(how, seed=seed, within_s=options.within, **shape))
             alone = run_virtual(_run("none", seed=seed, within_s=options.within, **shape))
-            rows.append({
-                "what": how, "seed": seed, "first commit after s": round(found["first_s"], 2),
-                "x stall_s": round(found["first_s"] / found["stall_s"], 2), "sent again": found["retries"],
-                "step s": round(found["step_s"], 3), "step s of those left": round(alone["step_s"], 3),
-                "took s": round(time.monotonic() - began, 1),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "what": how,
+                    "seed": seed,
+                    "first commit after s": round(found["first_s"], 2),
+                    "x stall_s": round(found["first_s"] / found["stall_s"], 2),
+                    "sent again": found["retries"],
+                    "step s": round(found["step_s"], 3),
+                    "step s of those left": round(alone["step_s"], 3),
+                    "took s": round(time.monotonic() - began, 1),
+                }
+            )
             print(rows[-1], flush=True)
     publish("dead_peers", facts={**machine(), **vars(options)}, tables={"dead peers": rows})
     return 1 if any(row["x stall_s"] > 3 for row in rows) else 0

@@ -39,8 +39,10 @@ def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int, dead
 def stage_pids(state_dir: Path, stage: int) -> list[int]:
     found = subprocess.run(
         ["pgrep", "-f", "--", f"^launch_stage .*{re.escape(str(state_dir))}/stage-{stage}-"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return sorted(int(pid) for pid in found.stdout.split())
 
 
@@ -54,9 +56,23 @@ def main() -> int:
         root = Path(directory)
         metrics, state = root / "metrics.jsonl", root / "state"
         command = [
-            sys.executable, "-m", "launch.local", "--preset", "tiny", "--stages", "3", "--peers-per-stage", "2",
-            "--steps", str(options.steps), "--metrics", str(metrics), "--state-dir", str(state), "--plain",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "launch.local",
+            "--preset",
+            "tiny",
+            "--stages",
+            "3",
+            "--peers-per-stage",
+            "2",
+            "--steps",
+            str(options.steps),
+            "--metrics",
+            str(metrics),
+            "--state-dir",
+            str(state),
+            "--plain",
+        ]
         swarm = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert swarm.stdout is not None
         address = ""
@@ -73,8 +89,9 @@ def main() -> int:
             wait_for_step(swarm, metrics, options.join)
             newcomer = subprocess.Popen(
                 [sys.executable, "-m", "launch.stage", "--join", address, "--threads", "1", "--quiet"],
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
             print(f"step {options.join}: a newcomer joins", flush=True)
             code = swarm.wait(timeout=300)
         finally:

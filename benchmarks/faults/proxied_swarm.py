@@ -42,12 +42,22 @@ ASK_S = 2.0
 def configuration(name: str) -> RunConfig:
     """Small enough that two cores carry 13 processes."""
     return RunConfig(
-        name=name, model="llama-tiny",
+        name=name,
+        model="llama-tiny",
         model_options={"hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64, "num_attention_heads": 2},
-        num_stages=NUM_STAGES, sequence_length=16, micro_batch_size=2, target_batch_size=16, total_steps=10**6,
-        lr_schedule="constant", precision="fp64", compression="none", eval_samples=0, checkpoint_every=CHECKPOINT_EVERY,
-        checkpoint_copies=PEERS_PER_STAGE, checkpoint_keep=3,
-    )  # fmt: skip
+        num_stages=NUM_STAGES,
+        sequence_length=16,
+        micro_batch_size=2,
+        target_batch_size=16,
+        total_steps=10**6,
+        lr_schedule="constant",
+        precision="fp64",
+        compression="none",
+        eval_samples=0,
+        checkpoint_every=CHECKPOINT_EVERY,
+        checkpoint_copies=PEERS_PER_STAGE,
+        checkpoint_keep=3,
+    )
 
 
 @dataclass(eq=False)
@@ -146,8 +156,16 @@ class ProxiedSwarm:
         process.lives += 1
         process.serving.clear()
         await self.network.listen(process.name)
-        words = ["--host", process.place.inside, "--public-host", process.place.outside, "--port", str(self._port),
-                 "--state-dir", str(self.state_root / process.name)]  # fmt: skip
+        words = [
+            "--host",
+            process.place.inside,
+            "--public-host",
+            process.place.outside,
+            "--port",
+            str(self._port),
+            "--state-dir",
+            str(self.state_root / process.name),
+        ]
         if process.name == "backbone-0" and process.lives == 1:
             words += ["--run", str(self._directory / "run.json")]
         else:

@@ -59,12 +59,21 @@ HIVEMIND_TIMEOUT_S = 1500.0
 
 def configuration(num_elements: int) -> RunConfig:
     return RunConfig(
-        name="recovery", model=MODEL, model_options={"num_elements": num_elements, "forward_s": 0.02, "backward_s": 0.04,
-                                                     "dense": True},
-        num_stages=1, micro_batch_size=1, target_batch_size=TICKETS, total_steps=STEP + 1, precision="fp32",
-        compression="none", eval_samples=0, checkpoint_every=0, min_peers_per_stage=PEERS - 1, warmup_steps=0,
+        name="recovery",
+        model=MODEL,
+        model_options={"num_elements": num_elements, "forward_s": 0.02, "backward_s": 0.04, "dense": True},
+        num_stages=1,
+        micro_batch_size=1,
+        target_batch_size=TICKETS,
+        total_steps=STEP + 1,
+        precision="fp32",
+        compression="none",
+        eval_samples=0,
+        checkpoint_every=0,
+        min_peers_per_stage=PEERS - 1,
+        warmup_steps=0,
         learning_rate=1e-12,  # changes no bit of the parameters, so that the expected sum needs no optimizer
-    )  # fmt: skip
+    )
 
 
 def expected(config: RunConfig) -> torch.Tensor:
@@ -167,12 +176,22 @@ def row_of(death: Death, outcome: Outcome, deadline_s: float) -> dict[str, Any]:
 
 
 def hivemind(options: argparse.Namespace) -> list[dict[str, Any]]:
-    given = {"peers": PEERS, "elements": options.elements, "compression": "none", "parts": options.parts, "averager": {},
-             "deadline_s": options.deadline}  # fmt: skip
+    given = {
+        "peers": PEERS,
+        "elements": options.elements,
+        "compression": "none",
+        "parts": options.parts,
+        "averager": {},
+        "deadline_s": options.deadline,
+    }
     done = subprocess.run(
         [options.hivemind_python, "-W", "ignore", str(HERE / "allreduce_hivemind.py"), json.dumps(given)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=HIVEMIND_TIMEOUT_S, check=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=HIVEMIND_TIMEOUT_S,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -257,8 +276,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--who", nargs="+", choices=(MEMBER, LEADER), default=[MEMBER, LEADER], help="(default: both)")
     parser.add_argument("--hivemind-python", metavar="PYTHON", help="interpreter that has hivemind 1.1.12")
     parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="of hivemind's survivors (default: 60)")
-    parser.add_argument("--parts", nargs="+", type=float, default=list(PARTS), metavar="X",
-                        help=f"of a round after which one of hivemind's is killed (default: {PARTS})")  # fmt: skip
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        type=float,
+        default=list(PARTS),
+        metavar="X",
+        help=f"of a round after which one of hivemind's is killed (default: {PARTS})",
+    )
     parser.add_argument("--name", default="recovery", help="of the result files (default: recovery)")
     options = parser.parse_args()
     if options.elements % WIDTH:

@@ -110,9 +110,7 @@ class MortalTransport(HttpTransport):
         mine = next(i for i, seal in enumerate(message.seals) if self._is_me(seal.member))
         self._own_bytes = 4 * (sum(message.shares) - message.shares[mine])
 
-    async def call(
-        self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None
-    ) -> Frame:
+    async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
         message = request.message
         if not self._is_victim or getattr(message, "step", None) != self._death.step:
             return await super().call(address, request, stall_s=stall_s, progress=progress)
@@ -122,9 +120,7 @@ class MortalTransport(HttpTransport):
             return await super().call(address, request, stall_s=stall_s, progress=progress)
         self._slices["asked"] += 1
         num_bytes = sum(memoryview(buffer).nbytes for buffer in request.buffers)
-        watching = _Watching(
-            len(encode_head(request)) + num_bytes, lambda: self._written(num_bytes), progress or Progress()
-        )
+        watching = _Watching(len(encode_head(request)) + num_bytes, lambda: self._written(num_bytes), progress or Progress())
         reply = await super().call(address, request, stall_s=stall_s, progress=watching)
         self._slices["answered"] += 1
         return reply

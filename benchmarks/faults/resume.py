@@ -82,13 +82,22 @@ async def measure(directory: Path, config: RunConfig, rng: random.Random, kills:
         for number in range(1, kills + 1):
             lives.append(life := await live_and_die(swarm, rng, longest_s))
             told = [step for step, _ in life["steps"]]
-            print(f"life {number}: checkpoint of step {life['on_disk']}, reported {told[:1]}..{told[-1:]}, killed after "
-                  f"{life['lasted_s']:.1f} s", flush=True)
+            print(
+                f"life {number}: checkpoint of step {life['on_disk']}, reported {told[:1]}..{told[-1:]}, killed after "
+                f"{life['lasted_s']:.1f} s",
+                flush=True,
+            )
         before = newest_checkpoint(swarm.state_root)
         await swarm.begin()
         assert await swarm.children["trainer-0"].ended == 0, swarm.log("trainer-0")
-        lives.append({"on_disk": before, "lasted_s": None, "left_on_disk": config.total_steps,
-                      "steps": [(line["step"], line["loss"]) for line in swarm.steps]})
+        lives.append(
+            {
+                "on_disk": before,
+                "lasted_s": None,
+                "left_on_disk": config.total_steps,
+                "steps": [(line["step"], line["loss"]) for line in swarm.steps],
+            }
+        )
         await swarm.kill_all()
         config = swarm.config
         metrics = [json.loads(text) for text in swarm.metrics.read_text().splitlines()]
@@ -128,16 +137,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="times that everyone is killed (default 20)")
     parser.add_argument("--steps", type=int, default=500, help="steps of the run (default 500)")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints (default 5)")
-    parser.add_argument("--longest", type=float, default=4.0, metavar="S",
-                        help="a life ends within this time after its first step, in seconds")
+    parser.add_argument(
+        "--longest", type=float, default=4.0, metavar="S", help="a life ends within this time after its first step, in seconds"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default 1)")
     options = parser.parse_args()
     facts: dict[str, Any] = {**machine(), "kills": options.kills, "seed": options.seed}
     config = tiny_config(total_steps=options.steps, checkpoint_every=options.every)
     with tempfile.TemporaryDirectory() as directory:
-        seen = asyncio.run(
-            measure(Path(directory), config, random.Random(options.seed), options.kills, options.longest)
-        )
+        seen = asyncio.run(measure(Path(directory), config, random.Random(options.seed), options.kills, options.longest))
     checks = judge(seen)
     lives = seen["lives"]
     facts |= {

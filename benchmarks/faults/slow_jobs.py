@@ -29,15 +29,46 @@ MOST_JOBS = 3.0
 
 def command_of(options: argparse.Namespace, root: Path) -> list[str]:
     model = {
-        "forward_s": [options.seconds] * 2, "backward_s": [options.seconds] * 2, "width": 16, "layers": options.layers,
+        "forward_s": [options.seconds] * 2,
+        "backward_s": [options.seconds] * 2,
+        "width": 16,
+        "layers": options.layers,
         "hang": str(root / "hang"),
-    }  # fmt: skip
+    }
     return [
-        sys.executable, "-m", "launch.local", "--model", MODEL, "--model-options", json.dumps(model), "--data", DATA,
-        "--stages", "2", "--peers-per-stage", "2", "--steps", str(options.steps), "--micro-batch-size", "1",
-        "--target-batch-size", "4", "--compression", "none", "--eval-samples", "0", "--timing", "local", "--log-level", "debug",
-        "--metrics", str(root / "metrics.jsonl"), "--state-dir", str(root / "state"), "--plain",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "launch.local",
+        "--model",
+        MODEL,
+        "--model-options",
+        json.dumps(model),
+        "--data",
+        DATA,
+        "--stages",
+        "2",
+        "--peers-per-stage",
+        "2",
+        "--steps",
+        str(options.steps),
+        "--micro-batch-size",
+        "1",
+        "--target-batch-size",
+        "4",
+        "--compression",
+        "none",
+        "--eval-samples",
+        "0",
+        "--timing",
+        "local",
+        "--log-level",
+        "debug",
+        "--metrics",
+        str(root / "metrics.jsonl"),
+        "--state-dir",
+        str(root / "state"),
+        "--plain",
+    ]
 
 
 def main() -> int:
@@ -45,8 +76,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each forward and each backward of a stage")
     parser.add_argument("--layers", type=int, default=1, help="that share them")
     parser.add_argument("--steps", type=int, default=2, help="steps of the run")
-    parser.add_argument("--hang", choices=["no", "job", "process"], default="no",
-                        help="after the first step, what of a peer of stage 1 hangs: its next layer, or all of it (SIGSTOP)")
+    parser.add_argument(
+        "--hang",
+        choices=["no", "job", "process"],
+        default="no",
+        help="after the first step, what of a peer of stage 1 hangs: its next layer, or all of it (SIGSTOP)",
+    )
     options = parser.parse_args()
     facts = machine()
     with tempfile.TemporaryDirectory() as directory:
@@ -90,10 +125,11 @@ def main() -> int:
         held = steps[1]["seconds"] <= steps[0]["seconds"] + (MOST_JOBS + 4) * options.seconds
     print("\n".join(passed_by))
     publish(
-        f"slow_jobs_{options.layers}_{options.hang}", facts={**facts, **vars(options), "held": held},
+        f"slow_jobs_{options.layers}_{options.hang}",
+        facts={**facts, **vars(options), "held": held},
         tables={"steps": [{key: line[key] for key in ("step", "seconds", "retries", "loss")} for line in steps] or [{}]},
         details={"waits": waits, "passed_by": passed_by},
-    )  # fmt: skip
+    )
     return 0 if held else 1
 
 

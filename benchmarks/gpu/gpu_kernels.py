@@ -51,15 +51,17 @@ def main() -> None:
     rows = [
         timed("bf16 += bf16, as a plain loop sums", lambda: [a.add_(b) for a, b in zip(halves, gradients, strict=True)]),
         timed("fp32 += bf16, torch", lambda: [a.add_(b) for a, b in zip(totals, gradients, strict=True)]),
-        *(timed(f"fp32 += {n} x bf16, add_together", lambda n=n: add_together(totals, summands[:n]), per=n)
-          for n in range(1, MAX_TOGETHER + 1)),
+        *(
+            timed(f"fp32 += {n} x bf16, add_together", lambda n=n: add_together(totals, summands[:n]), per=n)
+            for n in range(1, MAX_TOGETHER + 1)
+        ),
         timed("is every gradient within bounds", lambda: survey(gradients, LARGEST, device)),
         timed("the same, and their norm", lambda: survey(gradients, LARGEST, device).norm()),
         timed("quantise a boundary tensor", lambda: code_tensor("x", boundary, CODECS["8bit"], "input")),
         timed("dequantise it", lambda: decode_coded(spec, coded)),
         timed("copy it to pinned memory", lambda: pinned.copy_(coded, non_blocking=True)),
         timed("copy it from pinned memory", lambda: coded.copy_(pinned, non_blocking=True)),
-    ]  # fmt: skip
+    ]
     facts = machine() | {"card": torch.cuda.get_device_name(), "parameters": sum(t.numel() for t in totals)}
     publish("gpu_kernels", facts=facts, tables={"Operations of a stage": rows})
 

@@ -81,13 +81,28 @@ CASES = {
 def config_of(case: Case, options: argparse.Namespace) -> RunConfig:
     tickets = options.step_micro_batches if case.is_stepping else WARMUP + 2 * options.repetitions * options.micro_batches
     return RunConfig(
-        name="gpu-pipeline", model="llama-small", num_stages=case.stages, sequence_length=options.sequence,
-        model_options={"hidden_size": options.hidden, "intermediate_size": options.ffn, "vocab_size": options.vocab,
-                       "num_hidden_layers": options.layers, "num_attention_heads": options.hidden // 128},
-        micro_batch_size=options.micro_batch, target_batch_size=options.micro_batch * tickets, total_steps=1000,
-        learning_rate=1e-4, eval_samples=0, checkpoint_every=0, precision="bf16", compression=case.wire,
-        delay_steps=int(case.is_stepping), timing=TIMING_PRESETS["lan"],
-    )  # fmt: skip
+        name="gpu-pipeline",
+        model="llama-small",
+        num_stages=case.stages,
+        sequence_length=options.sequence,
+        model_options={
+            "hidden_size": options.hidden,
+            "intermediate_size": options.ffn,
+            "vocab_size": options.vocab,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": options.hidden // 128,
+        },
+        micro_batch_size=options.micro_batch,
+        target_batch_size=options.micro_batch * tickets,
+        total_steps=1000,
+        learning_rate=1e-4,
+        eval_samples=0,
+        checkpoint_every=0,
+        precision="bf16",
+        compression=case.wire,
+        delay_steps=int(case.is_stepping),
+        timing=TIMING_PRESETS["lan"],
+    )
 
 
 @dataclass(frozen=True)
@@ -104,16 +119,31 @@ class Measured:
 def baseline(case: Case, options: argparse.Namespace, directory: Path) -> Measured:
     run = directory / "run.json"
     run.write_bytes(config_of(case, options).to_bytes())
-    words = [sys.executable, "-m", "benchmarks.gpu.gpu_baselines", case.kind, "--run", str(run),
-             "--micro-batches", str(options.micro_batches), "--repetitions", str(options.repetitions)]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.gpu_baselines",
+        case.kind,
+        "--run",
+        str(run),
+        "--micro-batches",
+        str(options.micro_batches),
+        "--repetitions",
+        str(options.repetitions),
+    ]
     words += ["--compile"] if case.is_compiled else []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = []
     for rank in range(case.stages):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(case.stages), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port)}
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(case.stages),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         ranks.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
     try:
         outputs = [rank.communicate(timeout=START_TIMEOUT_S + WINDOW_TIMEOUT_S)[0] for rank in ranks]
@@ -140,12 +170,35 @@ def started(case: Case, options: argparse.Namespace, directory: Path, port: int)
     run.write_bytes(config_of(case, options).to_bytes())
     rng = random.Random(0)
     data.write_text("".join(chr(rng.randrange(32, 127)) for _ in range(2**21)))
-    words = [sys.executable, "-m", "launch.local", "--run", str(run), "--data", str(data), "--peers-per-stage", "1",
-             "--trainers", "1", "--device", "auto" if case.cards > 1 else "cuda:0", "--port", str(port), "--quiet",
-             "--in-flight", case.in_flight, "--state-dir", str(directory / "state"), "--log-level", "info",
-             "--metrics", str(directory / "metrics.jsonl"),
-             "--memory-limit", str(int(memory_of_card(options) * case.cards / case.stages)),
-             *(["--compile"] if case.is_compiled else [])]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "--run",
+        str(run),
+        "--data",
+        str(data),
+        "--peers-per-stage",
+        "1",
+        "--trainers",
+        "1",
+        "--device",
+        "auto" if case.cards > 1 else "cuda:0",
+        "--port",
+        str(port),
+        "--quiet",
+        "--in-flight",
+        case.in_flight,
+        "--state-dir",
+        str(directory / "state"),
+        "--log-level",
+        "info",
+        "--metrics",
+        str(directory / "metrics.jsonl"),
+        "--memory-limit",
+        str(int(memory_of_card(options) * case.cards / case.stages)),
+        *(["--compile"] if case.is_compiled else []),
+    ]
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output)
         try:
@@ -242,12 +295,20 @@ def row_of(case: Case, measured: Measured, medians: dict[str, float]) -> dict[st
         return rate / medians[name] if name in medians else float("nan")
 
     return {
-        "case": case.name, "stages": case.stages, "cards": case.cards,
-        "wire": case.wire if case.kind == "swarm" else "-", "optimizer": "on" if case.is_stepping else "off",
-        "in flight": case.in_flight if case.kind == "swarm" else "-", "compiled": "yes" if case.is_compiled else "no",
-        "tokens/s": rate, "lowest": min(measured.rates), "highest": max(measured.rates), "of NCCL": against("nccl"),
-        "of plain": against("plain"), "devices busy": " ".join(f"{part:.2f}" for part in measured.busy) or "-",
-    }  # fmt: skip
+        "case": case.name,
+        "stages": case.stages,
+        "cards": case.cards,
+        "wire": case.wire if case.kind == "swarm" else "-",
+        "optimizer": "on" if case.is_stepping else "off",
+        "in flight": case.in_flight if case.kind == "swarm" else "-",
+        "compiled": "yes" if case.is_compiled else "no",
+        "tokens/s": rate,
+        "lowest": min(measured.rates),
+        "highest": max(measured.rates),
+        "of NCCL": against("nccl"),
+        "of plain": against("plain"),
+        "devices busy": " ".join(f"{part:.2f}" for part in measured.busy) or "-",
+    }
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Any:
@@ -266,12 +327,17 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
-        ("hidden", 4096, "hidden size; heads have 128"), ("ffn", 11008, "size of the feed-forward layer"),
-        ("layers", 8, "layers"), ("vocab", 32000, "vocabulary"), ("sequence", 2048, "tokens per sample"),
-        ("micro-batch", 1, "samples per micro-batch"), ("micro-batches", 128, "micro-batches per repetition"),
-        ("step-micro-batches", 256, "micro-batches per step with the optimizer on"), ("repetitions", 3, "repetitions"),
+        ("hidden", 4096, "hidden size; heads have 128"),
+        ("ffn", 11008, "size of the feed-forward layer"),
+        ("layers", 8, "layers"),
+        ("vocab", 32000, "vocabulary"),
+        ("sequence", 2048, "tokens per sample"),
+        ("micro-batch", 1, "samples per micro-batch"),
+        ("micro-batches", 128, "micro-batches per repetition"),
+        ("step-micro-batches", 256, "micro-batches per step with the optimizer on"),
+        ("repetitions", 3, "repetitions"),
         ("memory-gib", 0, "memory that training may take per card; 0 is nine tenths of what it has"),
-    ):  # fmt: skip
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--name", default="", help="of the results (default: gpu_pipeline_HIDDEN)")
     parser.add_argument("--cases", default="plain,nccl,swarm", help=f"of {','.join(CASES)}")
@@ -309,12 +375,17 @@ def main() -> None:
     facts = machine() | {
         "cards": f"{len(cards)} x {cards[0]}" if cards else "none",
         "model": f"Llama blocks, hidden {options.hidden}, ffn {options.ffn}, {options.layers} layers, vocabulary "
-                 f"{options.vocab}, sequence {options.sequence}, micro-batch {options.micro_batch}, bf16",
+        f"{options.vocab}, sequence {options.sequence}, micro-batch {options.micro_batch}, bf16",
         "timed": f"median of {options.repetitions} times {options.micro_batches} micro-batches, forward and backward",
         "devices busy": "part of the time that each stage's device worked on micro-batches, by its own events",
-    }  # fmt: skip
-    publish(options.name or f"gpu_pipeline_{options.hidden}", facts=facts, tables={"Throughput": rows},
-            details={name: vars(each) for name, each in measured.items()}, draw=draw(rows))
+    }
+    publish(
+        options.name or f"gpu_pipeline_{options.hidden}",
+        facts=facts,
+        tables={"Throughput": rows},
+        details={name: vars(each) for name, each in measured.items()},
+        draw=draw(rows),
+    )
 
 
 if __name__ == "__main__":

@@ -75,9 +75,15 @@ def measure(system: str, port: int, kind: str, size: int, in_flight: int, second
     elapsed, cpu, busy = (after - before for before, after in zip(marks[1], marks[2], strict=True))
     num_bytes = size * len(calls)
     return {
-        "system": system, "kind": kind, "size": size, "in_flight": in_flight, "MB/s": num_bytes / elapsed / 1e6,
-        "CPU s/GB": cpu / num_bytes * 1e9, "by_others": max(0.0, busy - cpu) / elapsed, "p50_ms": statistics.median(calls) * 1e3,
-    }  # fmt: skip
+        "system": system,
+        "kind": kind,
+        "size": size,
+        "in_flight": in_flight,
+        "MB/s": num_bytes / elapsed / 1e6,
+        "CPU s/GB": cpu / num_bytes * 1e9,
+        "by_others": max(0.0, busy - cpu) / elapsed,
+        "p50_ms": statistics.median(calls) * 1e3,
+    }
 
 
 def quantiser(size: int, seconds: float) -> dict[str, float]:
@@ -112,8 +118,9 @@ def hivemind(python: str, sizes: list[int], seconds: float) -> dict[str, Any]:
     script = str(Path(__file__).with_name("dataplane_hivemind.py"))
     command = [python, "-W", "ignore", script, json.dumps([sizes, IN_FLIGHT, seconds])]
     with tempfile.TemporaryFile("w+") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, process_group=0,
-                                 env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.DEVNULL, process_group=0, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         try:
             child.wait(HIVEMIND_S)
         except subprocess.TimeoutExpired:
@@ -130,18 +137,27 @@ def row_of(
     ours: dict[str, Any], raw: dict[str, Any], bare: dict[str, Any], theirs: dict[str, Any] | None, *, is_compared: bool
 ) -> dict[str, Any]:
     row = {
-        "what": KINDS[ours["kind"]], "MiB": ours["size"] // MIB, "in flight": ours["in_flight"], "MB/s": ours["MB/s"],
-        "of raw": ours["MB/s"] / raw["MB/s"], "raw MB/s": raw["MB/s"], "CPU s/GB": ours["CPU s/GB"],
-        "raw CPU s/GB": raw["CPU s/GB"], "aiohttp MB/s": bare["MB/s"], "of aiohttp": ours["MB/s"] / bare["MB/s"],
+        "what": KINDS[ours["kind"]],
+        "MiB": ours["size"] // MIB,
+        "in flight": ours["in_flight"],
+        "MB/s": ours["MB/s"],
+        "of raw": ours["MB/s"] / raw["MB/s"],
+        "raw MB/s": raw["MB/s"],
+        "CPU s/GB": ours["CPU s/GB"],
+        "raw CPU s/GB": raw["CPU s/GB"],
+        "aiohttp MB/s": bare["MB/s"],
+        "of aiohttp": ours["MB/s"] / bare["MB/s"],
         "aiohttp of raw": bare["MB/s"] / raw["MB/s"],
-    }  # fmt: skip
+    }
     if is_compared:
         row |= dict.fromkeys(("hivemind MB/s", "x its", "its CPU s/GB", "CPU of its"), "too slow")
     if theirs is not None:
         row |= {
-            "hivemind MB/s": theirs["MB/s"], "x its": ours["MB/s"] / theirs["MB/s"],
-            "its CPU s/GB": theirs["CPU s/GB"], "CPU of its": ours["CPU s/GB"] / theirs["CPU s/GB"],
-        }  # fmt: skip
+            "hivemind MB/s": theirs["MB/s"],
+            "x its": ours["MB/s"] / theirs["MB/s"],
+            "its CPU s/GB": theirs["CPU s/GB"],
+            "CPU of its": ours["CPU s/GB"] / theirs["CPU s/GB"],
+        }
     return row
 
 
@@ -187,8 +203,10 @@ def main() -> None:
                 for system, port in ports.items():
                     runs.append(measure(system, port, *case, options.seconds))
                 print("  {kind} {size} x {in_flight}: {MB/s:.0f} MB/s".format(**runs[-4]), file=sys.stderr, flush=True)
-        small = [measure(system, ports[system], "echo", SMALL_BYTES, 1, options.seconds)["p50_ms"]
-                 for system in ("swarm", "raw sockets")]  # fmt: skip
+        small = [
+            measure(system, ports[system], "echo", SMALL_BYTES, 1, options.seconds)["p50_ms"]
+            for system in ("swarm", "raw sockets")
+        ]
     rates = {size: quantiser(size, options.seconds / 2) for size in sizes}
     theirs = hivemind(options.hivemind_python, sizes, options.seconds) if options.hivemind_python else None
 
@@ -201,16 +219,25 @@ def main() -> None:
         return next((row for row in rows if (row["kind"], row["size"], row["in_flight"]) == case), None)
 
     rows = [
-        row_of(*(middle(system, case) for system in ("swarm", "raw sockets", "aiohttp")), of_theirs(case),
-               is_compared=theirs is not None)
+        row_of(
+            *(middle(system, case) for system in ("swarm", "raw sockets", "aiohttp")),
+            of_theirs(case),
+            is_compared=theirs is not None,
+        )
         for case in cases
-    ]  # fmt: skip
+    ]
     coded_rows = [
-        {"what": KINDS[one["kind"]], "MiB of fp32": one["size"] // MIB, "in flight": one["in_flight"], "MB/s": one["MB/s"],
-         "bound": (most := bound(rates[one["size"]], one["kind"], one["in_flight"])), "of bound": one["MB/s"] / most,
-         "CPU s/GB": one["CPU s/GB"]}
+        {
+            "what": KINDS[one["kind"]],
+            "MiB of fp32": one["size"] // MIB,
+            "in flight": one["in_flight"],
+            "MB/s": one["MB/s"],
+            "bound": (most := bound(rates[one["size"]], one["kind"], one["in_flight"])),
+            "of bound": one["MB/s"] / most,
+            "CPU s/GB": one["CPU s/GB"],
+        }
         for one in (middle("swarm 8bit", case) for case in cases)
-    ]  # fmt: skip
+    ]
     small_row = {"swarm p50 ms": small[0], "raw sockets p50 ms": small[1]}
     if theirs:
         small_row["hivemind p50 ms"] = theirs["small_p50_ms"]
@@ -218,10 +245,12 @@ def main() -> None:
     if max(run["by_others"] for run in runs) > QUIET_CORES:
         facts["warning"] = "other processes used the cores meanwhile: run it again"
     publish(
-        "dataplane", facts=facts,
+        "dataplane",
+        facts=facts,
         tables={"Raw payloads": rows, "8-bit payloads": coded_rows, "1 KiB echo": [small_row]},
-        details={"runs": runs, "quantiser MB/s": rates, "hivemind": theirs}, draw=draw(rows),
-    )  # fmt: skip
+        details={"runs": runs, "quantiser MB/s": rates, "hivemind": theirs},
+        draw=draw(rows),
+    )
 
 
 if __name__ == "__main__":

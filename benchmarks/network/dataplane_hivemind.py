@@ -82,9 +82,11 @@ def measure(expert: torch.nn.Module, size: int, in_flight: int, seconds: float) 
     elapsed = time.perf_counter() - began
     num_bytes = size * sum(num_done)
     return {
-        "MB/s": num_bytes / elapsed / 1e6, "CPU s/GB": (cpu_of_tree(os.getpid()) - cpu) / num_bytes * 1e9,
-        "calls": sum(num_done), "failures": len(failures),
-    }  # fmt: skip
+        "MB/s": num_bytes / elapsed / 1e6,
+        "CPU s/GB": (cpu_of_tree(os.getpid()) - cpu) / num_bytes * 1e9,
+        "calls": sum(num_done),
+        "failures": len(failures),
+    }
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ async def serve_swarm() -> None:
         if spec.name == "sink":
             return Frame(Ack())
         sent = (await executor.run(lambda: device.send(received, spec.codec, "input"), Priority.BACKWARD)).value
-        (coded, buffer), = sent.payload
+        ((coded, buffer),) = sent.payload
         return Frame(StateChunk(tensors=(coded,)), (buffer,))
 
     transport = HttpTransport()

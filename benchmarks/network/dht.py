@@ -34,7 +34,10 @@ def measure_hivemind(python: str | None, num_nodes: int) -> dict[str, Any] | Non
         return None
     done = subprocess.run(
         [python, "-W", "ignore", str(Path(__file__).with_name("dht_hivemind.py")), str(num_nodes), "150"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
@@ -45,59 +48,87 @@ def table(results: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     measured_hiveminds = [one for one in results["hivemind"].values() if one is not None]
     store_ms = max([one["store_p50_ms"] for one in measured_hiveminds], default=17.0)
     get_ms = max([one["get_p50_ms"] for one in measured_hiveminds], default=4.0)
-    rows = [(
-        "1 publish, 64 nodes in 8 processes", f"p50 {latency['publish_p50_ms']:.1f} ms, p99 {latency['publish_p99_ms']:.1f} ms",
-        f"p50 <= hivemind's {store_ms:.1f} ms", latency["publish_p50_ms"] <= store_ms,
-    ), (
-        "1 lookup, 64 nodes in 8 processes", f"p50 {latency['lookup_p50_ms']:.1f} ms, p99 {latency['lookup_p99_ms']:.1f} ms",
-        f"p50 <= hivemind's {get_ms:.1f} ms", latency["lookup_p50_ms"] <= get_ms,
-    ), (
-        "1 success", f"{latency['success']:.1%} of {latency['operations']}", "100 %", latency["success"] == 1,
-    )]
+    rows = [
+        (
+            "1 publish, 64 nodes in 8 processes",
+            f"p50 {latency['publish_p50_ms']:.1f} ms, p99 {latency['publish_p99_ms']:.1f} ms",
+            f"p50 <= hivemind's {store_ms:.1f} ms",
+            latency["publish_p50_ms"] <= store_ms,
+        ),
+        (
+            "1 lookup, 64 nodes in 8 processes",
+            f"p50 {latency['lookup_p50_ms']:.1f} ms, p99 {latency['lookup_p99_ms']:.1f} ms",
+            f"p50 <= hivemind's {get_ms:.1f} ms",
+            latency["lookup_p50_ms"] <= get_ms,
+        ),
+        ("1 success", f"{latency['success']:.1%} of {latency['operations']}", "100 %", latency["success"] == 1),
+    ]
     for name, one in results["hivemind"].items():
-        text = QUOTED_HIVEMIND if one is None else (
-            f"store p50 {one['store_p50_ms']:.1f} p99 {one['store_p99_ms']:.1f} ms, "
-            f"get p50 {one['get_p50_ms']:.1f} p99 {one['get_p99_ms']:.1f} ms, success {one['success']:.1%}"
+        text = (
+            QUOTED_HIVEMIND
+            if one is None
+            else (
+                f"store p50 {one['store_p50_ms']:.1f} p99 {one['store_p99_ms']:.1f} ms, "
+                f"get p50 {one['get_p50_ms']:.1f} p99 {one['get_p99_ms']:.1f} ms, success {one['success']:.1%}"
+            )
         )
         rows.append((f"1 hivemind 1.1.12, {name} nodes", text, "for scale", True))
     hops = results["hops"]
     for one in hops:
-        rows.append((
-            f"1 hops, {one['nodes']} nodes in virtual time",
-            f"mean {one['hops_mean']:.2f}, max {one['hops_max']}, {one['questions_mean']:.0f} questions, "
-            f"success {one['success']:.1%}",
-            f"<= log2 n = {math.log2(one['nodes']):.1f}, all found",
-            one["success"] == 1 and one["hops_max"] <= math.log2(one["nodes"]),
-        ))
+        rows.append(
+            (
+                f"1 hops, {one['nodes']} nodes in virtual time",
+                f"mean {one['hops_mean']:.2f}, max {one['hops_max']}, {one['questions_mean']:.0f} questions, "
+                f"success {one['success']:.1%}",
+                f"<= log2 n = {math.log2(one['nodes']):.1f}, all found",
+                one["success"] == 1 and one["hops_max"] <= math.log2(one["nodes"]),
+            )
+        )
     grown = hops[-1]["hops_mean"] - hops[0]["hops_mean"]
-    rows += [(
-        "1 growth of mean hops", f"{grown:.2f} from {hops[0]['nodes']} to {hops[-1]['nodes']} nodes",
-        "<= log2 of the growth in nodes", grown <= math.log2(hops[-1]["nodes"] / hops[0]["nodes"]),
-    ), (
-        "2 lookups after half were killed",
-        f"p50 {deaths['lookup_p50_ms']:.1f} ms, p99 {deaths['lookup_p99_ms']:.0f} ms, "
-        f"success {deaths['success']:.1%} of {deaths['lookups']}",
-        "p99 < 2 s", deaths["lookup_p99_ms"] < 2000 and deaths["success"] == 1,
-    ), (
-        "2 a dead peer's record last returned",
-        f"{deaths['dead_last_returned_s']:.1f} s after the kill, ttl {deaths['ttl_s']:.0f} s",
-        "<= ttl + 2 s", deaths["dead_last_returned_s"] <= deaths["ttl_s"] + 2,
-    )]
+    rows += [
+        (
+            "1 growth of mean hops",
+            f"{grown:.2f} from {hops[0]['nodes']} to {hops[-1]['nodes']} nodes",
+            "<= log2 of the growth in nodes",
+            grown <= math.log2(hops[-1]["nodes"] / hops[0]["nodes"]),
+        ),
+        (
+            "2 lookups after half were killed",
+            f"p50 {deaths['lookup_p50_ms']:.1f} ms, p99 {deaths['lookup_p99_ms']:.0f} ms, "
+            f"success {deaths['success']:.1%} of {deaths['lookups']}",
+            "p99 < 2 s",
+            deaths["lookup_p99_ms"] < 2000 and deaths["success"] == 1,
+        ),
+        (
+            "2 a dead peer's record last returned",
+            f"{deaths['dead_last_returned_s']:.1f} s after the kill, ttl {deaths['ttl_s']:.0f} s",
+            "<= ttl + 2 s",
+            deaths["dead_last_returned_s"] <= deaths["ttl_s"] + 2,
+        ),
+    ]
     sampling = results["sampling"]
-    rows.append((
-        f"3 {sampling['samples']} samples of {sampling['size']} of {sampling['peers']} peers",
-        f"{sampling['least_over_expected']:.2f} to {sampling['most_over_expected']:.2f} of even, longest datagram "
-        f"{sampling['longest_datagram']} bytes",
-        "0.5 to 2, < 1,400 bytes", sampling["least_over_expected"] >= 0.5 and sampling["most_over_expected"] <= 2
-        and sampling["longest_datagram"] < 1400 and not sampling["short_samples"],
-    ))
+    rows.append(
+        (
+            f"3 {sampling['samples']} samples of {sampling['size']} of {sampling['peers']} peers",
+            f"{sampling['least_over_expected']:.2f} to {sampling['most_over_expected']:.2f} of even, longest datagram "
+            f"{sampling['longest_datagram']} bytes",
+            "0.5 to 2, < 1,400 bytes",
+            sampling["least_over_expected"] >= 0.5
+            and sampling["most_over_expected"] <= 2
+            and sampling["longest_datagram"] < 1400
+            and not sampling["short_samples"],
+        )
+    )
     for name, one in results["loss"].items():
-        rows.append((
-            f"6 20 % loss each way, 10 % twice, reordered: {name}",
-            f"{one['success']:.2%} of {one['lookups']} whole, p50 {one['lookup_p50_ms']:.0f} ms, "
-            f"p99 {one['lookup_p99_ms']:.0f} ms",
-            ">= 99.9 %", one["success"] >= 0.999,
-        ))
+        rows.append(
+            (
+                f"6 20 % loss each way, 10 % twice, reordered: {name}",
+                f"{one['success']:.2%} of {one['lookups']} whole, p50 {one['lookup_p50_ms']:.0f} ms, "
+                f"p99 {one['lookup_p99_ms']:.0f} ms",
+                ">= 99.9 %",
+                one["success"] >= 0.999,
+            )
+        )
     return rows
 
 

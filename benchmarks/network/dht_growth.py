@@ -33,9 +33,14 @@ def measure_hops(num_nodes: int, num_lookups: int = 150) -> dict[str, Any]:
         contacts = [node.statistics()["contacts"] for _, node in spawned]
         await close(spawned)
         return {
-            "nodes": num_nodes, "lookups": num_lookups, "success": found / num_lookups,
-            "hops_mean": statistics.mean(hops), "hops_max": max(hops), "questions_mean": statistics.mean(questions),
-            "lookup_p50_virtual_ms": statistics.median(milliseconds), "contacts_mean": statistics.mean(contacts),
+            "nodes": num_nodes,
+            "lookups": num_lookups,
+            "success": found / num_lookups,
+            "hops_mean": statistics.mean(hops),
+            "hops_max": max(hops),
+            "questions_mean": statistics.mean(questions),
+            "lookup_p50_virtual_ms": statistics.median(milliseconds),
+            "contacts_mean": statistics.mean(contacts),
         }
 
     return on_datagrams(main)
@@ -63,9 +68,15 @@ def measure_sampling(num_peers: int = 500, num_samples: int = 2000, size: int = 
         await close(spawned)
         expected = num_samples * size / num_peers
         return {
-            "peers": num_peers, "samples": num_samples, "size": size, "short_samples": short, "peers_seen": len(seen),
-            "least_over_expected": min(seen.values()) / expected, "most_over_expected": max(seen.values()) / expected,
-            "longest_datagram": max(sizes), "datagrams_per_sample": len(sizes) / num_samples,
+            "peers": num_peers,
+            "samples": num_samples,
+            "size": size,
+            "short_samples": short,
+            "peers_seen": len(seen),
+            "least_over_expected": min(seen.values()) / expected,
+            "most_over_expected": max(seen.values()) / expected,
+            "longest_datagram": max(sizes),
+            "datagrams_per_sample": len(sizes) / num_samples,
         }
 
     return on_datagrams(main)

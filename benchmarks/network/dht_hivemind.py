@@ -25,9 +25,9 @@ async def measure(num_nodes: int, num_operations: int) -> dict[str, float]:
     while len(nodes) < num_nodes:
         # Four at a time: each starts a daemon process.
         batch = min(4, num_nodes - len(nodes))
-        nodes += await asyncio.gather(*(
-            DHTNode.create(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]) for _ in range(batch)
-        ))
+        nodes += await asyncio.gather(
+            *(DHTNode.create(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]) for _ in range(batch))
+        )
     store_ms, get_ms, found = [], [], 0
     for index in range(num_operations):
         key, expires = f"key {index}", get_dht_time() + 300
@@ -40,9 +40,13 @@ async def measure(num_nodes: int, num_operations: int) -> dict[str, float]:
         found += value is not None
     await asyncio.gather(*(node.shutdown() for node in nodes))
     return {
-        "nodes": num_nodes, "operations": num_operations, "success": found / num_operations,
-        "store_p50_ms": statistics.median(store_ms), "store_p99_ms": sorted(store_ms)[int(0.99 * len(store_ms))],
-        "get_p50_ms": statistics.median(get_ms), "get_p99_ms": sorted(get_ms)[int(0.99 * len(get_ms))],
+        "nodes": num_nodes,
+        "operations": num_operations,
+        "success": found / num_operations,
+        "store_p50_ms": statistics.median(store_ms),
+        "store_p99_ms": sorted(store_ms)[int(0.99 * len(store_ms))],
+        "get_p50_ms": statistics.median(get_ms),
+        "get_p99_ms": sorted(get_ms)[int(0.99 * len(get_ms))],
     }
 
 

@@ -72,7 +72,9 @@ class Worker:
     def __init__(self, index: int) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, str(index * NODES_PER_PROCESS)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def ask(self, **request: Any) -> Any:
@@ -124,10 +126,15 @@ def _measure_latency(workers: list[Worker], rng: random.Random) -> dict[str, Any
         lookup_ms.append(reader["ms"])
         found += len(reader["peers"]) == 1 and publisher["held"] >= 8
     return {
-        "nodes": NUM_PROCESSES * NODES_PER_PROCESS, "operations": num_operations, "success": found / num_operations,
-        "publish_p50_ms": statistics.median(publish_ms), "publish_p99_ms": percentile(publish_ms, 0.99),
-        "lookup_p50_ms": statistics.median(lookup_ms), "lookup_p99_ms": percentile(lookup_ms, 0.99),
-        "lookup_ms": lookup_ms, "publish_ms": publish_ms,
+        "nodes": NUM_PROCESSES * NODES_PER_PROCESS,
+        "operations": num_operations,
+        "success": found / num_operations,
+        "publish_p50_ms": statistics.median(publish_ms),
+        "publish_p99_ms": percentile(publish_ms, 0.99),
+        "lookup_p50_ms": statistics.median(lookup_ms),
+        "lookup_p99_ms": percentile(lookup_ms, 0.99),
+        "lookup_ms": lookup_ms,
+        "publish_ms": publish_ms,
     }
 
 
@@ -159,10 +166,15 @@ def _measure_deaths(workers: list[Worker], peers: list[list[str]], rng: random.R
             last_dead_s = time.monotonic() - killed_at
         time.sleep(0.01)
     return {
-        "lookups": len(lookup_ms), "success": complete / len(lookup_ms),
-        "lookup_p50_ms": statistics.median(lookup_ms), "lookup_p99_ms": percentile(lookup_ms, 0.99),
-        "lookup_max_ms": max(lookup_ms), "first_2s_p50_ms": statistics.median(first_lookups_ms),
-        "ttl_s": TTL_S, "dead_last_returned_s": last_dead_s, "lookups_with_dead": num_dead_returned,
+        "lookups": len(lookup_ms),
+        "success": complete / len(lookup_ms),
+        "lookup_p50_ms": statistics.median(lookup_ms),
+        "lookup_p99_ms": percentile(lookup_ms, 0.99),
+        "lookup_max_ms": max(lookup_ms),
+        "first_2s_p50_ms": statistics.median(first_lookups_ms),
+        "ttl_s": TTL_S,
+        "dead_last_returned_s": last_dead_s,
+        "lookups_with_dead": num_dead_returned,
     }
 
 

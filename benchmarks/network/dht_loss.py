@@ -47,8 +47,11 @@ async def _lookups_under_loss(
         outcomes += await asyncio.gather(*(look(index) for index in range(at_once)))
     lookup_ms = [ms for _, ms in outcomes]
     return {
-        "nodes": len(spawned), "lookups": len(outcomes), "success": sum(ok for ok, _ in outcomes) / len(outcomes),
-        "lookup_p50_ms": statistics.median(lookup_ms), "lookup_p99_ms": percentile(lookup_ms, 0.99),
+        "nodes": len(spawned),
+        "lookups": len(outcomes),
+        "success": sum(ok for ok, _ in outcomes) / len(outcomes),
+        "lookup_p50_ms": statistics.median(lookup_ms),
+        "lookup_p99_ms": percentile(lookup_ms, 0.99),
     }
 
 

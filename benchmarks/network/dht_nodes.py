@@ -23,10 +23,21 @@ def key_of(index: int) -> str:
 
 
 def signed(identity: Identity, key: str, ttl_s: float) -> SignedRecord:
-    return identity.sign_record(key, PeerRecord(
-        peer=identity.peer_id, incarnation="0" * 16, role="stage", host="127.0.0.1", port=4000, ttl_s=ttl_s,
-        sequence=identity.next_sequence(), stage=1, step=1000, state="serving",
-    ))  # fmt: skip
+    return identity.sign_record(
+        key,
+        PeerRecord(
+            peer=identity.peer_id,
+            incarnation="0" * 16,
+            role="stage",
+            host="127.0.0.1",
+            port=4000,
+            ttl_s=ttl_s,
+            sequence=identity.next_sequence(),
+            stage=1,
+            step=1000,
+            state="serving",
+        ),
+    )
 
 
 def percentile(values: list[float], q: float) -> float:

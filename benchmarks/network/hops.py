@@ -43,11 +43,22 @@ def occupation_s(stages: int, peers: int, cores: int) -> float:
 
 def config_of(stages: int, occupation: float, tickets: int) -> RunConfig:
     return RunConfig(
-        name="hops", model=MODEL, num_stages=stages, sequence_length=WIDTH, micro_batch_size=1, target_batch_size=tickets,
-        model_options={"forward_s": [occupation * FORWARD_PART] * stages,
-                       "backward_s": [occupation * (1 - FORWARD_PART)] * stages},
-        total_steps=1000, eval_samples=0, checkpoint_every=0, compression="none", learning_rate=1e-6,
-    )  # fmt: skip
+        name="hops",
+        model=MODEL,
+        num_stages=stages,
+        sequence_length=WIDTH,
+        micro_batch_size=1,
+        target_batch_size=tickets,
+        model_options={
+            "forward_s": [occupation * FORWARD_PART] * stages,
+            "backward_s": [occupation * (1 - FORWARD_PART)] * stages,
+        },
+        total_steps=1000,
+        eval_samples=0,
+        checkpoint_every=0,
+        compression="none",
+        learning_rate=1e-6,
+    )
 
 
 def measure(stages: int, peers: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -62,9 +73,30 @@ def measure(stages: int, peers: int, mode: str, options: argparse.Namespace) -> 
         directory = Path(name)
         run, metrics = directory / "run.json", directory / "metrics.jsonl"
         run.write_bytes(config.to_bytes())
-        words = [sys.executable, "-m", "launch.local", "--run", str(run), "--data", DATA, "--peers-per-stage", str(peers),
-                 "--trainers", "1", "--device", "cpu", "--threads", "1", "--in-flight", str(in_flight), "--quiet",
-                 "--state-dir", str(directory / "state"), "--metrics", str(metrics)]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "launch.local",
+            "--run",
+            str(run),
+            "--data",
+            DATA,
+            "--peers-per-stage",
+            str(peers),
+            "--trainers",
+            "1",
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--in-flight",
+            str(in_flight),
+            "--quiet",
+            "--state-dir",
+            str(directory / "state"),
+            "--metrics",
+            str(metrics),
+        ]
         with (directory / "output").open("wb") as output:
             process = subprocess.Popen(words, stdout=output, stderr=output, cwd=Path(__file__).parent.parent)
             try:
@@ -82,12 +114,17 @@ def measure(stages: int, peers: int, mode: str, options: argparse.Namespace) -> 
     rate = statistics.median(tickets / line["seconds"] for line in lines)
     most = peers / occupation if mode == "filled" else 1 / (stages * occupation)
     return {
-        "stages": stages, "peers": peers, "mode": mode, "occupation ms": occupation * 1e3,
+        "stages": stages,
+        "peers": peers,
+        "mode": mode,
+        "occupation ms": occupation * 1e3,
         "overhead per hop ms": statistics.median(overheads) * 1e3,
         "CPU ms per hop": cpu / sum(line["tokens"] for line in lines) / stages * 1e3,
-        "throughput of bound": rate / most, "cores used": used, "by others": others / elapsed / cores,
+        "throughput of bound": rate / most,
+        "cores used": used,
+        "by others": others / elapsed / cores,
         "limit": "cores" if used + others / elapsed / cores > BUSY else "waiting",
-    }  # fmt: skip
+    }
 
 
 def wait_for_lines(
@@ -109,8 +146,9 @@ def draw(rows: list[dict[str, Any]]) -> Any:
             for peers in sorted({row["peers"] for row in rows}):
                 shown = [row for row in rows if row["mode"] == mode and row["peers"] == peers]
                 if shown:
-                    axes.plot([r["stages"] for r in shown], [r["overhead per hop ms"] for r in shown], "o-",
-                              label=f"{peers} a stage")  # fmt: skip
+                    axes.plot(
+                        [r["stages"] for r in shown], [r["overhead per hop ms"] for r in shown], "o-", label=f"{peers} a stage"
+                    )
             axes.set_xlabel("stages")
             axes.set_ylabel("overhead per hop, ms")
             axes.set_title(mode)

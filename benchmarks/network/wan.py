@@ -41,9 +41,11 @@ from swarm.testing.shaped_proxy import Line, Shaper
 
 DELAYS_MS = (0, 10, 50, 100, 200)
 PUBLISHED = {
-    "base": (18.0, 11.8, 4.9, 2.8, 1.5), "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1), "gpt3": (82.1, 79.3, 70.3, 60.2, 48.5),
+    "base": (18.0, 11.8, 4.9, 2.8, 1.5),
+    "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1),
+    "gpt3": (82.1, 79.3, 70.3, 60.2, 48.5),
     "gpt3-bottleneck": (89.5, 87.2, 79.5, 71.5, 59.2),
-}  # fmt: skip
+}
 V100_FLOPS, V100_LINK = 125e12, 500e6 / 8
 #: Dense bf16 peak of cards, in floating-point operations per second.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12}
@@ -85,12 +87,28 @@ SHAPES = {
 def config_of(shape: Shape, precision: str) -> RunConfig:
     narrow = {"compressor": "bottleneck", "compressor_factor": shape.bottleneck} if shape.bottleneck > 1 else {}
     return RunConfig(
-        name="wan", model="causal-lm", num_stages=2, sequence_length=shape.sequence, micro_batch_size=shape.micro_batch,
-        model_options={"model_type": "llama", "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
-                       "num_hidden_layers": 2, "num_attention_heads": shape.heads, "vocab_size": 256, **narrow},
-        target_batch_size=shape.micro_batch * MAX_TICKETS, total_steps=10, eval_samples=0, checkpoint_every=0,
-        precision=precision, compression="8bit", timing=TIMING_PRESETS["wan"] | {"genesis_quiet_s": 1.0},
-    )  # fmt: skip
+        name="wan",
+        model="causal-lm",
+        num_stages=2,
+        sequence_length=shape.sequence,
+        micro_batch_size=shape.micro_batch,
+        model_options={
+            "model_type": "llama",
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.ffn,
+            "num_hidden_layers": 2,
+            "num_attention_heads": shape.heads,
+            "vocab_size": 256,
+            **narrow,
+        },
+        target_batch_size=shape.micro_batch * MAX_TICKETS,
+        total_steps=10,
+        eval_samples=0,
+        checkpoint_every=0,
+        precision=precision,
+        compression="8bit",
+        timing=TIMING_PRESETS["wan"] | {"genesis_quiet_s": 1.0},
+    )
 
 
 def alone(config_path: Path, device: str, seconds: float) -> float:
@@ -146,9 +164,11 @@ class Swarm:
         memory = str(int(0.86 * card / stages_per_card() + UNUSED_BYTES * self._num_parameters))
         self._spawn(0, "backbone", run)
         for stage in (0, 1):
-            self._spawn(1 + stage, "stage", [*join, "--stage", str(stage), "--device",
-                                             self._devices[stage], "--memory-limit", memory,
-                                             "--threads", "1"])
+            self._spawn(
+                1 + stage,
+                "stage",
+                [*join, "--stage", str(stage), "--device", self._devices[stage], "--memory-limit", memory, "--threads", "1"],
+            )
 
     def train(self, in_flight: str) -> None:
         """Begin; the cards were used for nothing so far."""
@@ -157,8 +177,20 @@ class Swarm:
 
     def _spawn(self, index: int, role: str, words: list[str]) -> None:
         inside, outside = self.hosts[index]
-        words = [sys.executable, "-m", f"launch.{role}", *words, "--host", inside, "--public-host", outside, "--port",
-                 str(self._port), "--state-dir", str(self._directory / f"{role}-{index}")]
+        words = [
+            sys.executable,
+            "-m",
+            f"launch.{role}",
+            *words,
+            "--host",
+            inside,
+            "--public-host",
+            outside,
+            "--port",
+            str(self._port),
+            "--state-dir",
+            str(self._directory / f"{role}-{index}"),
+        ]
         with (self._directory / f"{role}-{index}.log").open("wb") as log:
             self._processes.append(subprocess.Popen(words, stdout=log, stderr=log))
         if role == "backbone":
@@ -212,10 +244,15 @@ async def measure(swarm: Swarm, shaper: Shaper, tokens: int, options: argparse.N
             carried_then = shaper.set_delay(delay_ms / 1e3)
             swarm.check()
             host = swarm.hosts[2][1]
-            cells.append({
-                "delay_ms": delay_ms, "tokens_per_s": (done_then - done) * tokens / (ended - began), "in_flight": in_flight,
-                "limit": limit, "link_bytes_per_s": (carried_then[host][0] - carried[host][0]) / (ended - began),
-            })
+            cells.append(
+                {
+                    "delay_ms": delay_ms,
+                    "tokens_per_s": (done_then - done) * tokens / (ended - began),
+                    "in_flight": in_flight,
+                    "limit": limit,
+                    "link_bytes_per_s": (carried_then[host][0] - carried[host][0]) / (ended - began),
+                }
+            )
             print(json.dumps(cells[-1]), flush=True)
     finally:
         await transport.close()
@@ -252,10 +289,15 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
         with Shaper(swarm.lines(rate), port) as shaper:
             try:
                 swarm.start()
-                reference = float(subprocess.run(
-                    [sys.executable, "-m", __spec__.name, "--alone", str(directory / "run.json"), devices[-1]], check=True, text=True,
-                    stdout=subprocess.PIPE, timeout=START_TIMEOUT_S,
-                ).stdout.splitlines()[-1])  # fmt: skip
+                reference = float(
+                    subprocess.run(
+                        [sys.executable, "-m", __spec__.name, "--alone", str(directory / "run.json"), devices[-1]],
+                        check=True,
+                        text=True,
+                        stdout=subprocess.PIPE,
+                        timeout=START_TIMEOUT_S,
+                    ).stdout.splitlines()[-1]
+                )
                 print(f"{name}: alone {reference:.0f} tokens/s", flush=True)
                 swarm.train(options.in_flight)
                 cells = asyncio.run(measure(swarm, shaper, tokens, options))
@@ -305,10 +347,26 @@ def in_parallel(options: argparse.Namespace) -> list[dict[str, Any]]:
             while waiting and len(running) < pairs:
                 name = waiting.pop()  # the largest first
                 pair = next(i for i in range(pairs) if i not in {p for p, _ in running.values()})
-                words = [sys.executable, "-m", __spec__.name, "--shapes", name, "--part", str(Path(text) / name), "--first-card",
-                         str(2 * pair), "--delays", ",".join(map(str, options.delays)), "--settle-s", str(options.settle_s),
-                         "--measure-s", str(options.measure_s), "--in-flight", options.in_flight,
-                         *(["--link", str(options.link)] if options.link else [])]
+                words = [
+                    sys.executable,
+                    "-m",
+                    __spec__.name,
+                    "--shapes",
+                    name,
+                    "--part",
+                    str(Path(text) / name),
+                    "--first-card",
+                    str(2 * pair),
+                    "--delays",
+                    ",".join(map(str, options.delays)),
+                    "--settle-s",
+                    str(options.settle_s),
+                    "--measure-s",
+                    str(options.measure_s),
+                    "--in-flight",
+                    options.in_flight,
+                    *(["--link", str(options.link)] if options.link else []),
+                ]
                 running[name] = (pair, subprocess.Popen(words))
             time.sleep(0.5)
             for name, (_, process) in list(running.items()):
@@ -340,20 +398,30 @@ def main() -> None:
         published = dict(zip(DELAYS_MS, PUBLISHED.get(result["shape"], ()), strict=False))
         for cell in result["cells"]:
             cell["utilisation"] = 100 * stages_per_card() * cell["tokens_per_s"] / result["alone_tokens_per_s"]
-            rows.append({
-                "shape": result["shape"], "delay ms": cell["delay_ms"], "utilisation %": cell["utilisation"],
-                "published %": published.get(cell["delay_ms"], float("nan")), "link allows %": result["link_bound_percent"],
-                "tokens/s": cell["tokens_per_s"], "alone": result["alone_tokens_per_s"], "link used MB/s":
-                cell["link_bytes_per_s"] / 1e6, "in flight": cell["in_flight"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "shape": result["shape"],
+                    "delay ms": cell["delay_ms"],
+                    "utilisation %": cell["utilisation"],
+                    "published %": published.get(cell["delay_ms"], float("nan")),
+                    "link allows %": result["link_bound_percent"],
+                    "tokens/s": cell["tokens_per_s"],
+                    "alone": result["alone_tokens_per_s"],
+                    "link used MB/s": cell["link_bytes_per_s"] / 1e6,
+                    "in flight": cell["in_flight"],
+                }
+            )
     facts = machine() | {
         "cards": f"{torch.cuda.device_count()} x {card}",
         "link": f"{rate * 8 / 1e9:.2f} Gb/s each way for a stage's {rate / V100_LINK * V100_FLOPS / 1e12:.0f} TFLOP/s at peak "
-                f"(published: 0.5 Gb/s for 125 TFLOP/s); the delay is added each way",
-        "model": "; ".join(f"{name}: hidden {s.hidden}, ffn {s.ffn}, micro-batch {s.micro_batch} x {s.sequence} tokens"
-                           for name, s in SHAPES.items() if name in options.shapes.split(",")),
+        f"(published: 0.5 Gb/s for 125 TFLOP/s); the delay is added each way",
+        "model": "; ".join(
+            f"{name}: hidden {s.hidden}, ffn {s.ffn}, micro-batch {s.micro_batch} x {s.sequence} tokens"
+            for name, s in SHAPES.items()
+            if name in options.shapes.split(",")
+        ),
         "affinity": f"{os.cpu_count()} cores",
-    }  # fmt: skip
+    }
     publish(options.name, facts=facts, tables={"GPU utilisation": rows}, details=results, draw=draw(results))
 
 

@@ -29,14 +29,20 @@ def trace(num_seeds: int) -> None:
     rows = []
     for period, runs in outcomes.items():
         parts = [run.part() for run in runs]
-        rows.append({
-            "rebalancing": f"every {period:g} s" if period else "none", "overall": statistics.fmean(parts),
-            "min": min(parts), "max": max(parts),
-            "first hour": statistics.fmean(run.part(0, 1) for run in runs),
-            "last hour": statistics.fmean(run.part(last) for run in runs),
-            "moves": statistics.fmean(run.num_moves for run in runs),
-            "paper overall": PAPER[period][0], "paper first": PAPER[period][1], "paper last": PAPER[period][2],
-        })  # fmt: skip
+        rows.append(
+            {
+                "rebalancing": f"every {period:g} s" if period else "none",
+                "overall": statistics.fmean(parts),
+                "min": min(parts),
+                "max": max(parts),
+                "first hour": statistics.fmean(run.part(0, 1) for run in runs),
+                "last hour": statistics.fmean(run.part(last) for run in runs),
+                "moves": statistics.fmean(run.num_moves for run in runs),
+                "paper overall": PAPER[period][0],
+                "paper first": PAPER[period][1],
+                "paper last": PAPER[period][2],
+            }
+        )
     publish(
         "rebalancing_trace",
         facts={**machine(), "settings": dataclasses.asdict(settings), "seeds": num_seeds},
@@ -55,7 +61,7 @@ def _draw_trace(figure: Any, outcomes: dict[float, list[Outcome]]) -> None:
             [window[0][0][0] for window in smooth],
             [statistics.fmean(part for at in window for _, _, part in at) for window in smooth],
             label=f"every {period:g} s" if period else "no rebalancing",
-        )  # fmt: skip
+        )
     above.set_ylabel("part of the optimum")
     above.legend()
     first = outcomes[0.0][0]
@@ -75,10 +81,15 @@ def live_equal(num_steps: int) -> None:
     def compare(what: str, swarm: Swarm, periods: float, reference: Swarm) -> None:
         best, moved = measure([reference, swarm], num_steps, skip=3)
         for name, one, phase, waited in (("started best", reference, best, 0.0), (what, swarm, moved, periods)):
-            rows.append({
-                "swarm": name, "peers": "/".join(str(len(found)) for found in one.stages().values()), "periods": waited,
-                "tickets/s": phase.tickets_per_s, "of the reference": phase.tickets_per_s / best.tickets_per_s,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "swarm": name,
+                    "peers": "/".join(str(len(found)) for found in one.stages().values()),
+                    "periods": waited,
+                    "tickets/s": phase.tickets_per_s,
+                    "of the reference": phase.tickets_per_s / best.tickets_per_s,
+                }
+            )
             print(rows[-1], flush=True)
 
     with tempfile.TemporaryDirectory() as directory, Swarm(Path(directory) / "moved", spread([6, 2, 2]), settings) as swarm:
@@ -96,9 +107,12 @@ def live_equal(num_steps: int) -> None:
         details["peers at all steps"] = [line["peers"] for line in swarm.lines()]
         details["retries"] = sum(line["retries"] for line in swarm.lines())
     publish(
-        "rebalancing_equal", facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
-        tables={"equal peers, 3 stages": rows}, details=details, draw=lambda figure: _draw_live(figure, details),
-    )  # fmt: skip
+        "rebalancing_equal",
+        facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
+        tables={"equal peers, 3 stages": rows},
+        details=details,
+        draw=lambda figure: _draw_live(figure, details),
+    )
 
 
 def _is_best(stages: dict[int, list[int]], num_peers: int) -> bool:
@@ -133,10 +147,12 @@ def live_unequal(num_steps: int) -> None:
     for row in rows:
         row["of the sum"] = row["tickets/s"] / alone
     publish(
-        "rebalancing_unequal", facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
-        tables={"two fast and four slow peers (a quarter of the speed), 3 stages": rows}, details=details,
+        "rebalancing_unequal",
+        facts={**machine(), "settings": dataclasses.asdict(settings), "steps": num_steps},
+        tables={"two fast and four slow peers (a quarter of the speed), 3 stages": rows},
+        details=details,
         draw=lambda figure: _draw_live(figure, details),
-    )  # fmt: skip
+    )
 
 
 def _draw_live(figure: Any, details: dict[str, Any]) -> None:

@@ -96,11 +96,20 @@ class Pipeline:
         trace, counts = self._trace, self._counts()
         pace = min(counts)
         works = [StageWork(state_bytes=int(BANDWIDTH * trace.transfer_s))] * trace.num_stages
-        return Swarm(works, [
-            Worker(key=key, stage=stage, seconds={stage: 1.0}, bandwidth=BANDWIDTH, ready=key not in self._arriving,
-                   load=pace / counts[stage] if counts[stage] else 1.0)
-            for key, stage in self._stage_of.items()
-        ])  # fmt: skip
+        return Swarm(
+            works,
+            [
+                Worker(
+                    key=key,
+                    stage=stage,
+                    seconds={stage: 1.0},
+                    bandwidth=BANDWIDTH,
+                    ready=key not in self._arriving,
+                    load=pace / counts[stage] if counts[stage] else 1.0,
+                )
+                for key, stage in self._stage_of.items()
+            ],
+        )
 
     def _preempt(self) -> None:
         stage = self._rng.randrange(self._trace.num_stages)

@@ -103,8 +103,13 @@ def train(argv: list[str]) -> int:
 @contextmanager
 def process(words: list[str], output: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     with output.open("ab") as file:
-        child = subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, cwd=ROOT,
-                                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment})  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=file,
+            stderr=file,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        )
         try:
             yield child
         finally:
@@ -118,10 +123,18 @@ def process(words: list[str], output: Path, **environment: str) -> Iterator[subp
 
 def config_of(options: argparse.Namespace) -> RunConfig:
     return RunConfig(
-        name="routing", model=MODEL, num_stages=2, sequence_length=WIDTH, micro_batch_size=1, target_batch_size=20_000,
+        name="routing",
+        model=MODEL,
+        num_stages=2,
+        sequence_length=WIDTH,
+        micro_batch_size=1,
+        target_batch_size=20_000,
         model_options={"forward_s": [options.occupation / 3, 0.0], "backward_s": [options.occupation * 2 / 3, 0.0]},
-        total_steps=2, eval_samples=0, checkpoint_every=0, compression="none",
-    )  # fmt: skip
+        total_steps=2,
+        eval_samples=0,
+        checkpoint_every=0,
+        compression="none",
+    )
 
 
 class Meter:
@@ -178,8 +191,23 @@ async def measure(options: argparse.Namespace, directory: Path) -> tuple[list[di
     run.write_bytes(config_of(options).to_bytes())
     port = random.Random().randrange(20_000, 30_000)
     backbone, output = Address("127.0.0.1", port), directory / "output"
-    stage = ["-m", "launch.stage", "--join", str(backbone), "--host", "127.0.0.1", "--threads", "1", "--device", "cpu",
-             "--join-timeout", "60", "--allow-import", MODEL, "--quiet"]  # fmt: skip
+    stage = [
+        "-m",
+        "launch.stage",
+        "--join",
+        str(backbone),
+        "--host",
+        "127.0.0.1",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--join-timeout",
+        "60",
+        "--allow-import",
+        MODEL,
+        "--quiet",
+    ]
     rows, details = [], {}
     transport = HttpTransport()
     with ExitStack() as stack:
@@ -192,8 +220,21 @@ async def measure(options: argparse.Namespace, directory: Path) -> tuple[list[di
             fast = fast or child
         stack.enter_context(process([*stage, "--stage", "1"], output))
         for name in SCHEDULERS:
-            words = ["-m", __spec__.name, "--as-trainer", name, "--join", str(backbone), "--host", "127.0.0.1",
-                     "--data", DATA, "--in-flight", str(options.in_flight), "--quiet"]  # fmt: skip
+            words = [
+                "-m",
+                __spec__.name,
+                "--as-trainer",
+                name,
+                "--join",
+                str(backbone),
+                "--host",
+                "127.0.0.1",
+                "--data",
+                DATA,
+                "--in-flight",
+                str(options.in_flight),
+                "--quiet",
+            ]
             with process(words, output):
                 peers = sorted(await addresses(transport, backbone, len(SPEEDS)), key=lambda x: ports.index(x.port))
                 meter = Meter(transport, peers)
@@ -234,12 +275,15 @@ async def observe(name: str, meter: Meter, fast: Any, options: argparse.Namespac
         recovered = f"not in {options.stopped:g}"
     await meter.watch(options.learn)
     return {
-        "scheduler": name, "micro-batches/s": sum(done) / elapsed, "of the sum": sum(done) / elapsed / fastest / sum(SPEEDS),
-        "share of each peer": " ".join(f"{x / sum(done):.2f}" for x in done), "cores busy": cores,
+        "scheduler": name,
+        "micro-batches/s": sum(done) / elapsed,
+        "of the sum": sum(done) / elapsed / fastest / sum(SPEEDS),
+        "share of each peer": " ".join(f"{x / sum(done):.2f}" for x in done),
+        "cores busy": cores,
         "hang: recovered after s": recovered,
         "hang: of the others' sum meanwhile": statistics.mean(rate for _, rate in rates) / rest,
         "hang: in the worst 2 s": min(rate for _, rate in rates) / rest,
-    }  # fmt: skip
+    }
 
 
 def draw(details: dict[str, Any], most: float) -> Any:
@@ -272,8 +316,13 @@ def main() -> None:
     facts["peers"] = f"speeds {', '.join(map(str, SPEEDS))}; the fastest takes {options.occupation * 1e3:g} ms"
     facts["in flight"] = options.in_flight
     facts["deadline of a silent peer"] = f"{config_of(options).timing.stall_s:g} s"
-    publish("routing", facts=facts, tables={"Four unequal peers": rows}, details=details,
-            draw=draw(details, sum(SPEEDS) / options.occupation))
+    publish(
+        "routing",
+        facts=facts,
+        tables={"Four unequal peers": rows},
+        details=details,
+        draw=draw(details, sum(SPEEDS) / options.occupation),
+    )
 
 
 if __name__ == "__main__":

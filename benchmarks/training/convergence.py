@@ -107,13 +107,23 @@ def config_of(variant: Variant, options: argparse.Namespace) -> RunConfig:
     """
     step_tokens = options.batch * options.sequence * variant.inner_steps
     fields = {
-        "name": "convergence", **model_of(options),
-        "num_stages": NUM_STAGES, "sequence_length": options.sequence, "micro_batch_size": options.micro_batch,
-        "target_batch_size": options.batch * variant.inner_steps, "total_steps": options.tokens // step_tokens,
-        "learning_rate": options.learning_rate, "warmup_steps": round(options.warmup_tokens / step_tokens),
-        "precision": "fp32", "compression": "none", "seed": options.seed, "eval_samples": options.eval_samples,
-        "eval_every": max(1, round(options.eval_every / step_tokens)), "checkpoint_every": 0, "checkpoint_copies": 1,
-    }  # fmt: skip
+        "name": "convergence",
+        **model_of(options),
+        "num_stages": NUM_STAGES,
+        "sequence_length": options.sequence,
+        "micro_batch_size": options.micro_batch,
+        "target_batch_size": options.batch * variant.inner_steps,
+        "total_steps": options.tokens // step_tokens,
+        "learning_rate": options.learning_rate,
+        "warmup_steps": round(options.warmup_tokens / step_tokens),
+        "precision": "fp32",
+        "compression": "none",
+        "seed": options.seed,
+        "eval_samples": options.eval_samples,
+        "eval_every": max(1, round(options.eval_every / step_tokens)),
+        "checkpoint_every": 0,
+        "checkpoint_copies": 1,
+    }
     return parse_config({**fields, **variant.fields}, where=variant.name)
 
 
@@ -154,8 +164,13 @@ class Outcome:
         return sum(each) / len(each) if each else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {"validation": self.curve, "config": self.config.model_dump(mode="json"), "steps": self.steps,
-                "seconds": self.seconds, "peers": self.peers}  # fmt: skip
+        return {
+            "validation": self.curve,
+            "config": self.config.model_dump(mode="json"),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "peers": self.peers,
+        }
 
     def resume(self, earlier: Mapping[str, Any]) -> None:
         """Adopt `earlier`, which `to_json` wrote, if it is of the same configuration and came to its end."""
@@ -166,8 +181,19 @@ class Outcome:
 
 async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
     metrics = run.with_name("metrics.jsonl")
-    words = ["-m", "benchmarks.plain_loop", "--run", str(run), "--metrics", str(metrics), "--threads",
-             str(len(cores) or 1), "--device", options.device, *places(options)]  # fmt: skip
+    words = [
+        "-m",
+        "benchmarks.plain_loop",
+        "--run",
+        str(run),
+        "--metrics",
+        str(metrics),
+        "--threads",
+        str(len(cores) or 1),
+        "--device",
+        options.device,
+        *places(options),
+    ]
     try:
         async with child(words, cores, run.parent):
             pass
@@ -179,9 +205,25 @@ async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argp
 
 
 async def swarm(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
-    words = ["-m", "launch.local", "--run", str(run), "--peers-per-stage", str(options.peers_per_stage), "--trainers", "1",
-             "--threads", "1", "--device", options.device, "--state-dir", str(run.with_name("state")), "--log-format",
-             "json", *places(options)]  # fmt: skip
+    words = [
+        "-m",
+        "launch.local",
+        "--run",
+        str(run),
+        "--peers-per-stage",
+        str(options.peers_per_stage),
+        "--trainers",
+        "1",
+        "--threads",
+        "1",
+        "--device",
+        options.device,
+        "--state-dir",
+        str(run.with_name("state")),
+        "--log-format",
+        "json",
+        *places(options),
+    ]
     asking: asyncio.Task[None] | None = None
     last = asyncio.Event()
     try:
@@ -236,10 +278,15 @@ async def child(words: Sequence[str], cores: Sequence[int], directory: Path) -> 
     """
     with (directory / "errors").open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=2**20,
+            sys.executable,
+            *words,
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            limit=2**20,
             env=environment(),
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
-        )  # fmt: skip
+        )
     assert process.stdout is not None
     try:
         yield process.stdout
@@ -277,8 +324,11 @@ async def run_all(outcomes: Sequence[Outcome], options: argparse.Namespace) -> N
             outcome.seconds = time.monotonic() - began
             slots.put_nowait(cores)
             loss = outcome.curve[-1][1] if outcome.curve else float("nan")
-            print(f"  {outcome.variant.name}: {outcome.steps} steps, {loss:.4f}, {outcome.seconds:.0f} s {outcome.failure}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"  {outcome.variant.name}: {outcome.steps} steps, {loss:.4f}, {outcome.seconds:.0f} s {outcome.failure}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     tasks = [asyncio.create_task(one(outcome)) for outcome in outcomes if not outcome.is_done]
     if not tasks:
@@ -296,13 +346,32 @@ def prepare(options: argparse.Namespace, directory: Path) -> None:
         start_data, options.data = map(str, write_parts(directory, 2))
     if not options.start_tokens:
         return
-    first = argparse.Namespace(**{**vars(options), "tokens": options.start_tokens, "eval_every": options.start_tokens,
-                                  "learning_rate": options.start_learning_rate})  # fmt: skip
+    first = argparse.Namespace(
+        **{
+            **vars(options),
+            "tokens": options.start_tokens,
+            "eval_every": options.start_tokens,
+            "learning_rate": options.start_learning_rate,
+        }
+    )
     run, model = directory / "start.json", directory / "start"
     run.write_bytes(config_of(variants_of(first)["single"], first).to_bytes())
-    words = [sys.executable, "-m", "benchmarks.plain_loop", "--run", str(run), "--metrics",
-             str(directory / "start.jsonl"), "--threads", str(len(os.sched_getaffinity(0))), "--device", options.device,
-             "--export", str(model), *(["--data", start_data] if start_data else [])]  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.plain_loop",
+        "--run",
+        str(run),
+        "--metrics",
+        str(directory / "start.jsonl"),
+        "--threads",
+        str(len(os.sched_getaffinity(0))),
+        "--device",
+        options.device,
+        "--export",
+        str(model),
+        *(["--data", start_data] if start_data else []),
+    ]
     subprocess.run(words, check=True, cwd=ROOT, env=environment())
     options.start = str(model)
 
@@ -365,9 +434,17 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
 
 
 QUICK = {
-    "size": "tiny", "tokens": 8 * 64 * 24, "sequence": 64, "inner_steps": [2, 6], "eval_samples": 16, "eval_every": 8 * 64 * 6,
-    "warmup_tokens": 8 * 64 * 2, "cores_per_job": 1, "within_s": 170, "name": "convergence_quick",
-}  # fmt: skip
+    "size": "tiny",
+    "tokens": 8 * 64 * 24,
+    "sequence": 64,
+    "inner_steps": [2, 6],
+    "eval_samples": 16,
+    "eval_every": 8 * 64 * 6,
+    "warmup_tokens": 8 * 64 * 2,
+    "cores_per_job": 1,
+    "within_s": 170,
+    "name": "convergence_quick",
+}
 
 
 def parse() -> argparse.Namespace:
@@ -376,25 +453,35 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="of the table (default: all that this version knows)")
     parser.add_argument("--size", choices=sorted(SIZES), default="3m", help="of the model (default: 3m)")
     for name, default, text in (
-        ("tokens", 1_024_000, "tokens that every variant sees"), ("sequence", 128, "tokens per sample"),
+        ("tokens", 1_024_000, "tokens that every variant sees"),
+        ("sequence", 128, "tokens per sample"),
         ("batch", 8, "samples per step of the synchronous run, and per inner step of all peers together"),
-        ("micro-batch", 2, "samples per micro-batch"), ("peers-per-stage", 2, "peers of each stage"),
-        ("eval-every", 102_400, "tokens between evaluations"), ("eval-samples", 128, "held-out samples per evaluation"),
+        ("micro-batch", 2, "samples per micro-batch"),
+        ("peers-per-stage", 2, "peers of each stage"),
+        ("eval-every", 102_400, "tokens between evaluations"),
+        ("eval-samples", 128, "held-out samples per evaluation"),
         ("warmup-tokens", 25_600, "tokens of linear warm-up"),
         ("start-tokens", 0, "tokens that one process trains what all begin with; 0 begins with random values"),
         ("seed", 0, "of initial values and data order"),
         ("jobs", 0, "variants at once; 0 is as many as have cores of their own"),
         ("cores-per-job", 2, "cores that a variant is pinned to; 0 pins nothing"),
         ("within-s", 540, "seconds after which what still runs is ended and reported as far as it came"),
-    ):  # fmt: skip
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
-    for name, number, text in (("learning-rate", 1e-3, "of AdamW, at its peak"),
-                               ("start-learning-rate", 1e-3, "the same, in the training that all begin with"),
-                               ("outer-learning-rate", 0.7, "of DiLoCo"), ("outer-momentum", 0.9, "of DiLoCo")):  # fmt: skip
+    for name, number, text in (
+        ("learning-rate", 1e-3, "of AdamW, at its peak"),
+        ("start-learning-rate", 1e-3, "the same, in the training that all begin with"),
+        ("outer-learning-rate", 0.7, "of DiLoCo"),
+        ("outer-momentum", 0.9, "of DiLoCo"),
+    ):
         parser.add_argument(f"--{name}", type=float, default=number, metavar="X", help=f"{text} (default: {number})")
     parser.add_argument("--inner-steps", type=int, nargs=2, default=[20, 100], metavar="H", help="of DiLoCo (default: 20 100)")
-    parser.add_argument("--corpus", choices=("builtin", "stdlib"), default="builtin",
-                        help="460 KB of English, or 12 MB of Python, half of it for the start (default: builtin)")
+    parser.add_argument(
+        "--corpus",
+        choices=("builtin", "stdlib"),
+        default="builtin",
+        help="460 KB of English, or 12 MB of Python, half of it for the start (default: builtin)",
+    )
     parser.add_argument("--device", default="cpu", help="of stages and of the single process (default: cpu)")
     parser.add_argument("--resume", action="store_true", help="run only what the results of --name do not hold finished")
     parser.add_argument("--quick", action="store_true", help="only shows that everything works")
@@ -455,9 +542,12 @@ def compare(options: argparse.Namespace) -> int:
     facts |= facts_of(outcomes, skipped, options)
     tables = {TITLE: rows}
     publish(
-        options.name, facts=facts, tables=tables, details=details,
+        options.name,
+        facts=facts,
+        tables=tables,
+        details=details,
         draw=lambda figure: draw(figure, {"tables": tables, "details": details}),
-    )  # fmt: skip
+    )
     return 0 if all(x.is_done and not x.failure for x in outcomes) else 1
 
 

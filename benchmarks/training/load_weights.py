@@ -24,11 +24,25 @@ ROOT = Path(__file__).parents[1]
 NUM_STAGES = 4
 ALLOWED = 1.15
 SHAPES: dict[str, dict[str, Any]] = {
-    "1.1B": {"hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632, "num_attention_heads": 32,
-             "num_key_value_heads": 4, "vocab_size": 32000, "max_shard_size": "400MB"},
-    "70M": {"hidden_size": 512, "num_hidden_layers": 16, "intermediate_size": 1408, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "vocab_size": 8000, "max_shard_size": "20MB"},
-}  # fmt: skip
+    "1.1B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "max_shard_size": "400MB",
+    },
+    "70M": {
+        "hidden_size": 512,
+        "num_hidden_layers": 16,
+        "intermediate_size": 1408,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 8000,
+        "max_shard_size": "20MB",
+    },
+}
 #: In a process of its own: the model's memory is gone when it ends.
 _MAKE = """
 import json, sys, torch, transformers
@@ -98,8 +112,10 @@ def _backbone(directory: Path, run: Path, *argv: object) -> tuple[subprocess.Pop
     with log.open("w") as out:
         process = subprocess.Popen(
             _launcher("backbone", "--run", run, "--host", "127.0.0.1", "--log-format", "json", *argv),
-            stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-        )  # fmt: skip
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
     deadline = time.monotonic() + 120
     while '"address"' not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -143,8 +159,20 @@ def measure(directory: Path, shape: str) -> tuple[list[dict[str, Any]], dict[str
     rows = []
     try:
         for stage in range(NUM_STAGES):  # one after another: the machine's memory is limited
-            peer = Peer(directory, f"stage-{stage}", "--join", address, "--stage", stage, "--host", "127.0.0.1",
-                        "--threads", 1, "--model", model)  # fmt: skip
+            peer = Peer(
+                directory,
+                f"stage-{stage}",
+                "--join",
+                address,
+                "--stage",
+                stage,
+                "--host",
+                "127.0.0.1",
+                "--threads",
+                1,
+                "--model",
+                model,
+            )
             try:
                 peer.until_serving(300)
             finally:
@@ -167,11 +195,16 @@ def _row(directory: Path, stage: int, peer: Peer, idle: Peer, address: str) -> d
     stage_bytes = 4 * stage_parameters(options)[stage]
     extra = peer.peak_bytes - idle.peak_bytes
     return {
-        "stage": stage, "parameters (M)": stage_bytes / 4e6, "stage's bytes (MB)": stage_bytes / 1e6,
+        "stage": stage,
+        "parameters (M)": stage_bytes / 4e6,
+        "stage's bytes (MB)": stage_bytes / 1e6,
         "read beyond an idle peer (MB)": (peer.bytes_read - idle.bytes_read) / 1e6,
-        "peak RssAnon (MB)": peer.peak_bytes / 1e6, "beyond idle / stage's bytes": extra / stage_bytes,
-        "allowed": ALLOWED, "within": "yes" if extra <= ALLOWED * stage_bytes else "NO", "seconds": peer.seconds,
-    }  # fmt: skip
+        "peak RssAnon (MB)": peer.peak_bytes / 1e6,
+        "beyond idle / stage's bytes": extra / stage_bytes,
+        "allowed": ALLOWED,
+        "within": "yes" if extra <= ALLOWED * stage_bytes else "NO",
+        "seconds": peer.seconds,
+    }
 
 
 def directory_shape(directory: Path) -> str:
@@ -186,8 +219,9 @@ def stage_parameters(options: dict[str, Any]) -> list[int]:
     from swarm.base.config import RunConfig
 
     fields = {key: value for key, value in options.items() if key != "max_shard_size"}
-    run = RunConfig(num_stages=NUM_STAGES, model="causal-lm", model_options={
-        "model_type": "llama", "tie_word_embeddings": False, **fields})  # fmt: skip
+    run = RunConfig(
+        num_stages=NUM_STAGES, model="causal-lm", model_options={"model_type": "llama", "tie_word_embeddings": False, **fields}
+    )
     factory: Any = factory_of(run)
     return [sum(p.numel() for p in factory.outline(stage).parameters()) for stage in range(NUM_STAGES)]
 
@@ -217,8 +251,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         rows, facts = measure(Path(temporary), options.shape)
-    publish("load_weights", facts={**machine(), **facts}, tables={"four stage peers, one after another": rows},
-            draw=_draw(rows, facts["idle peer (MB)"]))
+    publish(
+        "load_weights",
+        facts={**machine(), **facts},
+        tables={"four stage peers, one after another": rows},
+        draw=_draw(rows, facts["idle peer (MB)"]),
+    )
 
 
 if __name__ == "__main__":

@@ -41,11 +41,26 @@ from swarm.base.ids import Address
 
 ROOT = Path(__file__).parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
-    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192},
-    "small": {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 8, "num_attention_heads": 8,
-              "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 2048},
-}  # fmt: skip
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 8192,
+    },
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 896,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "max_position_embeddings": 2048,
+    },
+}
 #: Steps before those that are timed.
 WARMUP_STEPS = 2
 START_TIMEOUT_S, STEP_TIMEOUT_S = 240.0, 120.0
@@ -79,9 +94,7 @@ def write_model(directory: Path, shape: dict[str, Any]) -> int:
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
-    config = transformers.LlamaConfig(
-        **shape, tie_word_embeddings=False, architectures=["LlamaForCausalLM"], dtype="bfloat16"
-    )
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=False, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(directory)
     write_byte_tokenizer(directory)
     with torch.device("meta"):
@@ -93,8 +106,10 @@ def write_model(directory: Path, shape: dict[str, Any]) -> int:
     pool = (0.02 * torch.randn(2**24, generator=torch.Generator().manual_seed(0))).bfloat16()
     with ThreadPoolExecutor(8) as threads:
         sizes = list(threads.map(lambda item: _write_shard(directory / item[0], item[1], pool), shards.items()))
-    index = {"metadata": {"total_size": sum(sizes)},
-             "weight_map": {name: file for file, tensors in shards.items() for name, _ in tensors}}  # fmt: skip
+    index = {
+        "metadata": {"total_size": sum(sizes)},
+        "weight_map": {name: file for file, tensors in shards.items() for name, _ in tensors},
+    }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return sum(sizes)
 
@@ -157,9 +172,25 @@ class CardWatch:
 
 def with_peft(options: argparse.Namespace, model: Path, data: Path, run: Path, directory: Path) -> Measured:
     result = directory / "peft.json"
-    words = [sys.executable, "-W", "ignore", "-m", "benchmarks.training.lora_peft", "--run", str(run),
-             "--model", str(model), "--data", str(data), "--steps", str(WARMUP_STEPS + options.repetitions),
-             "--device", options.device, "--out", str(result)]  # fmt: skip
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.training.lora_peft",
+        "--run",
+        str(run),
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--steps",
+        str(WARMUP_STEPS + options.repetitions),
+        "--device",
+        options.device,
+        "--out",
+        str(result),
+    ]
     watch = CardWatch(options.device)
     subprocess.run(words, check=True, timeout=START_TIMEOUT_S + STEP_TIMEOUT_S, cwd=ROOT)
     found = json.loads(result.read_text())
@@ -172,14 +203,58 @@ def with_peft(options: argparse.Namespace, model: Path, data: Path, run: Path, d
 @contextmanager
 def started(options: argparse.Namespace, model: Path, data: Path, directory: Path, port: int) -> Iterator[Any]:
     """The swarm's processes; afterwards they are gone."""
-    words = [sys.executable, "-W", "ignore", "-m", "launch.local", "--model", str(model), "--data", str(data),
-             "--lora", options.lora, "--precision", "bf16", "--compression", options.wire, "--stages", str(options.stages),
-             "--sequence-length", str(options.sequence), "--micro-batch-size", str(options.micro_batch),
-             "--target-batch-size", str(options.micro_batch * options.step_micro_batches), "--total-steps", "1000",
-             "--learning-rate", "1e-4", "--eval-samples", "0", "--checkpoint-every", "0", "--timing", "lan",
-             "--delay-steps", str(options.delay_steps), "--peers-per-stage", "1", "--trainers", "1",
-             "--device", options.device, "--in-flight", options.in_flight, "--port", str(port), "--quiet",
-             "--state-dir", str(directory / "state"), "--metrics", str(directory / "metrics.jsonl")]  # fmt: skip
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "launch.local",
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--lora",
+        options.lora,
+        "--precision",
+        "bf16",
+        "--compression",
+        options.wire,
+        "--stages",
+        str(options.stages),
+        "--sequence-length",
+        str(options.sequence),
+        "--micro-batch-size",
+        str(options.micro_batch),
+        "--target-batch-size",
+        str(options.micro_batch * options.step_micro_batches),
+        "--total-steps",
+        "1000",
+        "--learning-rate",
+        "1e-4",
+        "--eval-samples",
+        "0",
+        "--checkpoint-every",
+        "0",
+        "--timing",
+        "lan",
+        "--delay-steps",
+        str(options.delay_steps),
+        "--peers-per-stage",
+        "1",
+        "--trainers",
+        "1",
+        "--device",
+        options.device,
+        "--in-flight",
+        options.in_flight,
+        "--port",
+        str(port),
+        "--quiet",
+        "--state-dir",
+        str(directory / "state"),
+        "--metrics",
+        str(directory / "metrics.jsonl"),
+    ]
     if options.device != "cpu":
         words += ["--memory-limit", f"{options.memory_gib / options.stages:g}GiB"]
     with (directory / "output").open("wb") as output:
@@ -255,19 +330,27 @@ def _stage_pids(state_dir: str) -> dict[int, int]:
 def throughput_row(name: str, measured: Measured, options: argparse.Namespace, peft: Measured) -> dict[str, Any]:
     rate = statistics.median(measured.rates)
     return {
-        "case": name, "processes": len(measured.processes), "tokens/s": rate, "lowest": min(measured.rates),
-        "highest": max(measured.rates), "of peft": rate / statistics.median(peft.rates),
-        "loss of step 1": round(measured.steps[0]["loss"], 3), "start (s)": measured.started_s,
+        "case": name,
+        "processes": len(measured.processes),
+        "tokens/s": rate,
+        "lowest": min(measured.rates),
+        "highest": max(measured.rates),
+        "of peft": rate / statistics.median(peft.rates),
+        "loss of step 1": round(measured.steps[0]["loss"], 3),
+        "start (s)": measured.started_s,
         "whole card (GiB)": measured.card_mib / 1024,
-    }  # fmt: skip
+    }
 
 
 def memory_row(case: str, process: str, found: dict[str, int]) -> dict[str, Any]:
     return {
-        "case": case, "process": process, "tensors on the card (GiB)": found["peak_tensor_bytes"] / GIB,
-        "held on the card (GiB)": found["peak_device_bytes"] / GIB, "RSS (GiB)": found["peak_rss_bytes"] / GIB,
+        "case": case,
+        "process": process,
+        "tensors on the card (GiB)": found["peak_tensor_bytes"] / GIB,
+        "held on the card (GiB)": found["peak_device_bytes"] / GIB,
+        "RSS (GiB)": found["peak_rss_bytes"] / GIB,
         "computed twice": found.get("recomputed", 0),
-    }  # fmt: skip
+    }
 
 
 def draw(rates: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]]) -> Any:
@@ -294,10 +377,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--in-flight", default="3", help="micro-batches under way, or auto (default: 3)")
     parser.add_argument("--memory-gib", type=float, default=72, help="that all stages may take together (default: 72)")
     for name, default, text in (
-        ("stages", 4, "stage processes"), ("sequence", None, "tokens per sample (default: 2048, with --small 128)"),
-        ("micro-batch", 1, "samples per micro-batch"), ("step-micro-batches", None, "micro-batches per step (32, 8)"),
-        ("repetitions", 4, "steps that are timed"), ("delay-steps", 0, "1 overlaps a commit with the next step"),
-    ):  # fmt: skip
+        ("stages", 4, "stage processes"),
+        ("sequence", None, "tokens per sample (default: 2048, with --small 128)"),
+        ("micro-batch", 1, "samples per micro-batch"),
+        ("step-micro-batches", None, "micro-batches per step (32, 8)"),
+        ("repetitions", 4, "steps that are timed"),
+        ("delay-steps", 0, "1 overlaps a commit with the next step"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     options = parser.parse_args()
     options.device = options.device or ("cpu" if options.small else "cuda:0")
@@ -324,22 +410,25 @@ def main() -> None:
     cases = {"one process, peft": peft, f"{options.stages} stages": cut}
     rates = [throughput_row(case, measured, options, peft) for case, measured in cases.items()]
     memory = [
-        memory_row(case, process, found)
-        for case, measured in cases.items() for process, found in measured.processes.items()
-    ]  # fmt: skip
+        memory_row(case, process, found) for case, measured in cases.items() for process, found in measured.processes.items()
+    ]
     card = torch.cuda.get_device_name(0) if options.device.startswith("cuda") else "none"
     facts = machine() | {
         "card": card,
         "model": f"Llama of shape {name} ({num_bytes / 2e9:.2f}e9 random weights, bf16), sequence {options.sequence}, "
-                 f"micro-batch {options.micro_batch}, {options.step_micro_batches} micro-batches a step",
+        f"micro-batch {options.micro_batch}, {options.step_micro_batches} micro-batches a step",
         "adapters": f"{options.lora}, in q, k, v, o, gate, up and down of every layer",
         "swarm": f"{options.stages} stage processes on one card, {options.wire} wire, {options.in_flight} micro-batches in "
-                 f"flight, {'a step late' if options.delay_steps else 'synchronous'}",
+        f"flight, {'a step late' if options.delay_steps else 'synchronous'}",
         "timed": f"median of {options.repetitions} whole steps after {WARMUP_STEPS}",
-    }  # fmt: skip
-    publish("lora_8b_small" if options.small else "lora_8b", facts=facts,
-            tables={"Throughput": rates, "Most memory of each process": memory},
-            details={case: vars(measured) for case, measured in cases.items()}, draw=draw(rates, memory))
+    }
+    publish(
+        "lora_8b_small" if options.small else "lora_8b",
+        facts=facts,
+        tables={"Throughput": rates, "Most memory of each process": memory},
+        details={case: vars(measured) for case, measured in cases.items()},
+        draw=draw(rates, memory),
+    )
 
 
 if __name__ == "__main__":

@@ -30,9 +30,13 @@ def load(config: RunConfig, model: Path, device: torch.device) -> torch.nn.Modul
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map={"": device})
     base.config.use_cache = False
     wanted = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, bias="none", task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        bias="none",
+        task_type="CAUSAL_LM",
         target_modules=list(lora.targets) or "all-linear",
-    )  # fmt: skip
+    )
     return peft.get_peft_model(base, wanted, autocast_adapter_dtype=False).train()
 
 
@@ -75,9 +79,12 @@ def main() -> None:
     feed = open_feed(config, options.data, None, str(options.model))
     model = load(config, options.model, device)
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], betas=(config.beta1, config.beta2), eps=config.epsilon,
-        weight_decay=config.weight_decay, fused=True,
-    )  # fmt: skip
+        [p for p in model.parameters() if p.requires_grad],
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
     started_s = time.monotonic() - began
     steps = []
     for step in range(options.steps):

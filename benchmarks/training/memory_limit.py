@@ -23,8 +23,15 @@ from typing import Any
 from benchmarks.report import machine, publish
 
 ROOT = Path(__file__).parents[1]
-MODEL = {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2048,
-         "num_attention_heads": 12, "vocab_size": 4096, "tie_word_embeddings": False}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 768,
+    "num_hidden_layers": 8,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
 NUM_STAGES = 4
 
 
@@ -42,8 +49,9 @@ class Process:
         if module == "stage":  # no supervisor: the process that is watched is the one that computes
             command.append("--no-restart")
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT,
-                                            preexec_fn=limited if limit_bytes else None)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=ROOT, preexec_fn=limited if limit_bytes else None
+            )
         self.peak = {"VmData": 0, "RssAnon": 0}
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -100,8 +108,23 @@ def _alone(directory: Path, limit: int, name: str, *argv: object) -> tuple[Proce
     backbone = Process(directory, f"{name}-backbone", "backbone", "--run", run, "--log-format", "json")
     try:
         address = backbone.address()
-        peer = Process(directory, name, "stage", "--join", address, "--stage", 0, "--device", "cpu", "--threads", 1,
-                       "--state-dir", directory / name, *argv, limit_bytes=limit)  # fmt: skip
+        peer = Process(
+            directory,
+            name,
+            "stage",
+            "--join",
+            address,
+            "--stage",
+            0,
+            "--device",
+            "cpu",
+            "--threads",
+            1,
+            "--state-dir",
+            directory / name,
+            *argv,
+            limit_bytes=limit,
+        )
         trainer = Process(directory, f"{name}-trainer", "trainer", "--join", address)
         try:
             deadline = time.monotonic() + 240
@@ -127,10 +150,24 @@ def _together(directory: Path, limit: int, steps: int) -> tuple[list[Process], l
     try:
         address = processes[0].address()
         for stage in range(NUM_STAGES):
-            processes.append(Process(
-                directory, f"stage-{stage}", "stage", "--join", address, "--stage", stage, "--device", "cpu", "--threads", 1,
-                "--state-dir", directory / f"stage-{stage}", limit_bytes=limit,
-            ))  # fmt: skip
+            processes.append(
+                Process(
+                    directory,
+                    f"stage-{stage}",
+                    "stage",
+                    "--join",
+                    address,
+                    "--stage",
+                    stage,
+                    "--device",
+                    "cpu",
+                    "--threads",
+                    1,
+                    "--state-dir",
+                    directory / f"stage-{stage}",
+                    limit_bytes=limit,
+                )
+            )
             processes[-1].until("serving stage", 120)
         trainer = Process(directory, "trainer", "trainer", "--join", address, "--metrics", metrics)
         processes.append(trainer)
@@ -171,8 +208,12 @@ def main() -> None:
         rows += [_row(f"stage {k} of {NUM_STAGES}", peer, f"{len(steps)} steps") for k, peer in enumerate(peers)]
     for name, what in details.items():
         print(f"{name}: {what['end']}: {what['last line']}")
-    facts = {**machine(), "model": MODEL, "RLIMIT_DATA of each stage process (MB)": options.limit_mb,
-             "loss by step": [round(step["loss"], 4) for step in steps]}  # fmt: skip
+    facts = {
+        **machine(),
+        "model": MODEL,
+        "RLIMIT_DATA of each stage process (MB)": options.limit_mb,
+        "loss by step": [round(step["loss"], 4) for step in steps],
+    }
     publish("memory_limit", facts=facts, tables={"peers": rows}, details=details, draw=_draw(rows, limit))
 
 

@@ -112,8 +112,19 @@ def started(case: Case, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     if case.is_plain:
         words = ["-m", "benchmarks.plain_loop"]
     else:
-        words = ["-m", "launch.local", "--peers-per-stage", "1", "--trainers", "1", "--device", "cpu", "--quiet",
-                 "--state-dir", str(directory / "state")]  # fmt: skip
+        words = [
+            "-m",
+            "launch.local",
+            "--peers-per-stage",
+            "1",
+            "--trainers",
+            "1",
+            "--device",
+            "cpu",
+            "--quiet",
+            "--state-dir",
+            str(directory / "state"),
+        ]
     command = [sys.executable, *words, "--run", str(run), "--threads", str(case.threads), "--metrics", str(metrics)]
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
@@ -161,8 +172,9 @@ def measure(case: Case, warmup: int, num_steps: int) -> Measured:
         cpu_s[key[1]] += used_s
         busy[key[1]] += sum(threads[t] - threads_before.get(t, 0.0) > BUSY_PART * used_s for t in threads)
     other_cores = max(0.0, machine_after - machine_before - sum(cpu_s.values())) / (ended - began)
-    return Measured(steps[warmup:], [s["loss"] for s in steps[: warmup + num_steps]], ended - began, dict(cpu_s),
-                    dict(busy), other_cores)  # fmt: skip
+    return Measured(
+        steps[warmup:], [s["loss"] for s in steps[: warmup + num_steps]], ended - began, dict(cpu_s), dict(busy), other_cores
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- all runs
@@ -170,13 +182,25 @@ def measure(case: Case, warmup: int, num_steps: int) -> Measured:
 
 def cases_of(options: argparse.Namespace, cores: int) -> list[Case]:
     config = RunConfig(
-        name="overhead", model="llama-small", num_stages=NUM_STAGES, sequence_length=options.sequence,
-        model_options={"hidden_size": options.hidden, "intermediate_size": options.ffn,
-                       "num_hidden_layers": options.layers, "num_attention_heads": options.heads},
-        micro_batch_size=options.micro_batch, target_batch_size=options.micro_batch * options.micro_batches,
-        total_steps=options.warmup + options.steps + 1, learning_rate=3e-4, eval_samples=0, checkpoint_every=0,
-        compression="none", delay_steps=0,
-    )  # fmt: skip
+        name="overhead",
+        model="llama-small",
+        num_stages=NUM_STAGES,
+        sequence_length=options.sequence,
+        model_options={
+            "hidden_size": options.hidden,
+            "intermediate_size": options.ffn,
+            "num_hidden_layers": options.layers,
+            "num_attention_heads": options.heads,
+        },
+        micro_batch_size=options.micro_batch,
+        target_batch_size=options.micro_batch * options.micro_batches,
+        total_steps=options.warmup + options.steps + 1,
+        learning_rate=3e-4,
+        eval_samples=0,
+        checkpoint_every=0,
+        compression="none",
+        delay_steps=0,
+    )
     cases = [Case("plain", True, cores, config)]
     for delay_steps in options.delay_steps:
         for compression in options.compression:
@@ -238,13 +262,19 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (
-        ("hidden", 512, "hidden size"), ("ffn", 1408, "size of the feed-forward layer"), ("layers", 8, "layers"),
-        ("heads", 8, "attention heads"), ("sequence", 512, "tokens per sample"),
-        ("micro-batch", 1, "samples per micro-batch"), ("micro-batches", 8, "micro-batches per step"),
-        ("warmup", 2, "steps that are left out"), ("steps", 2, "steps that are timed"),
-        ("repetitions", 2, "runs of each case, in turns"), ("cores", 2, "cores that everything is pinned to"),
+        ("hidden", 512, "hidden size"),
+        ("ffn", 1408, "size of the feed-forward layer"),
+        ("layers", 8, "layers"),
+        ("heads", 8, "attention heads"),
+        ("sequence", 512, "tokens per sample"),
+        ("micro-batch", 1, "samples per micro-batch"),
+        ("micro-batches", 8, "micro-batches per step"),
+        ("warmup", 2, "steps that are left out"),
+        ("steps", 2, "steps that are timed"),
+        ("repetitions", 2, "runs of each case, in turns"),
+        ("cores", 2, "cores that everything is pinned to"),
         ("budget", 290, "seconds after which no further repetition is begun that would end later"),
-    ):  # fmt: skip
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--compression", nargs="+", choices=("none", "8bit", "fp16", "bf16"), default=["none", "8bit"])
     parser.add_argument("--delay-steps", nargs="+", type=int, choices=(0, 1), default=[0, 1])

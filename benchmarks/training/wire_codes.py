@@ -156,6 +156,7 @@ def by_rows(size: int, bits: int) -> Coder:
 
 def candidates() -> dict[str, tuple[Coder, Callable[[int, int], float]]]:
     """Name -> code; bytes of n values in rows of so many."""
+
     def blocks(size: int, scale_bytes: int) -> Callable[[int, int], float]:
         return lambda n, row: n + scale_bytes * math.ceil(n / size)
 
@@ -182,13 +183,11 @@ def candidates() -> dict[str, tuple[Coder, Callable[[int, int], float]]]:
         "rotated, dynamic, 64": (rotated(dynamic(64)), blocks(64, 1)),
         "rotated, integers, 4096": (rotated(integers(4096)), blocks(4096, 4)),
         "dynamic, 4096, 1/64 of tokens bf16": (with_16_bit_tokens(dynamic(4096), 1 / 64), more(blocks(4096, 4), 1 / 64)),
-        "dynamic, 4096, 1/64 of channels bf16": (
-            with_16_bit_channels(dynamic(4096), 1 / 64), more(blocks(4096, 4), 1 / 64)
-        ),
+        "dynamic, 4096, 1/64 of channels bf16": (with_16_bit_channels(dynamic(4096), 1 / 64), more(blocks(4096, 4), 1 / 64)),
         "integers, 64, 1/64 of tokens bf16": (with_16_bit_tokens(by_averages, 1 / 64), more(now, 1 / 64)),
         "integers, 64, 1/64 of channels bf16": (with_16_bit_channels(by_averages, 1 / 64), more(now, 1 / 64)),
         "now, and 1/64 of channels bf16": (with_16_bit_channels(by_new, 1 / 64), more(now, 1 / 64)),
-    }  # fmt: skip
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- errors
@@ -271,21 +270,28 @@ def errors(options: argparse.Namespace) -> None:
             continue
         part = (code(hidden) - hidden).norm(dim=1) / norms
         row: dict[str, Any] = {
-            "code": name, "bytes": bytes_of(hidden.numel(), hidden.shape[1]) / by_old_bytes(hidden.numel()),
-            "worst token %": 100 * float(part.max()), "median token %": 100 * float(part.median()),
-        }  # fmt: skip
+            "code": name,
+            "bytes": bytes_of(hidden.numel(), hidden.shape[1]) / by_old_bytes(hidden.numel()),
+            "worst token %": 100 * float(part.max()),
+            "median token %": 100 * float(part.median()),
+        }
         for num_stages in STAGES:
             cut.set(code, num_stages)
-            off = sum(
-                float((g - e).double().square().sum()) for g, e in zip(cut.gradients(tokens_BT), exact, strict=True)
-            )
+            off = sum(float((g - e).double().square().sum()) for g, e in zip(cut.gradients(tokens_BT), exact, strict=True))
             row[f"gradients, {num_stages} stages %"] = 100 * math.sqrt(off) / norm
         rows.append(row)
         print(f"  {row}", flush=True)
-    facts = machine() | {"sequences": options.batch, "tokens in each": options.sequence,
-                         "largest norm, in medians": float(norms.max() / norms.median())}  # fmt: skip
-    publish("wire_codes", facts=facts, tables={"Relative errors, and bytes by those of before": rows},
-            draw=lambda figure: draw(figure, rows))  # fmt: skip
+    facts = machine() | {
+        "sequences": options.batch,
+        "tokens in each": options.sequence,
+        "largest norm, in medians": float(norms.max() / norms.median()),
+    }
+    publish(
+        "wire_codes",
+        facts=facts,
+        tables={"Relative errors, and bytes by those of before": rows},
+        draw=lambda figure: draw(figure, rows),
+    )
 
 
 def by_old_bytes(num: int) -> int:
@@ -388,8 +394,9 @@ def agreement() -> list[dict[str, Any]]:
         bad = torch.ones(5000, dtype=dtype)
         bad[4097] = math.nan
         refused = not bool(scaled.encode(bad.cuda(), rotate=True)[1].isfinite().all())
-        rows.append({"dtype": str(dtype).removeprefix("torch."), "comparisons": cases, "that differ": differ,
-                     "NaN is seen": str(refused)})  # fmt: skip
+        rows.append(
+            {"dtype": str(dtype).removeprefix("torch."), "comparisons": cases, "that differ": differ, "NaN is seen": str(refused)}
+        )
     return rows
 
 
@@ -447,8 +454,14 @@ def lora(options: argparse.Namespace) -> None:
         row = {"boundaries": name, "last 50 steps": statistics.mean(losses[-50:]), "validation": validation}
         table.append(row | {"validation, to none %": 100 * (validation / (table or [row])[0]["validation"] - 1)})
         print(f"  {table[-1]}", flush=True)
-    facts = machine() | {"steps": options.lora, "sequences of a step": options.batch, "tokens in each": options.sequence,
-                         "stages": 5, "held-out sequences": options.eval_samples, "adapters": LORA}  # fmt: skip
+    facts = machine() | {
+        "steps": options.lora,
+        "sequences of a step": options.batch,
+        "tokens in each": options.sequence,
+        "stages": 5,
+        "held-out sequences": options.eval_samples,
+        "adapters": LORA,
+    }
     publish("wire_codes_lora", facts=facts, tables={"Losses after training adapters": table}, details=curves)
 
 

@@ -68,8 +68,17 @@ class Command:
     stage: int | None = None
 
     def argv(self, plan: SwarmPlan) -> list[str]:
-        return [*self.words, "--host", plan.host, "--state-dir", str(plan.state_dir / self.name),
-                "--log-level", plan.log_level, "--log-format", plan.log_format]
+        return [
+            *self.words,
+            "--host",
+            plan.host,
+            "--state-dir",
+            str(plan.state_dir / self.name),
+            "--log-level",
+            plan.log_level,
+            "--log-format",
+            plan.log_format,
+        ]
 
 
 def backbone_command(plan: SwarmPlan) -> Command:

@@ -266,10 +266,12 @@ class LocalSwarm:
         state_dir, begins = self._plan.state_dir, self._step is None
         held = self._kept.held(self._stages_of_live_processes())
         if self._kept.is_lost(held, begins=begins):
-            self._ended.put_nowait(SwarmError(
-                f"no checkpoint of these processes in {state_dir} is intact in every stage ({held_text(held)}): put intact "
-                "copies in the places of those that are damaged, or name another --state-dir to begin again"
-            ))
+            self._ended.put_nowait(
+                SwarmError(
+                    f"no checkpoint of these processes in {state_dir} is intact in every stage ({held_text(held)}): put intact "
+                    "copies in the places of those that are damaged, or name another --state-dir to begin again"
+                )
+            )
         elif begins and any(held.values()) and not frozenset.intersection(*held.values()):
             self._view.event(
                 f"these processes have no checkpoint of one step in {state_dir} ({held_text(held)}): the run waits for peers "

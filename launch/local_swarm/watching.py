@@ -19,9 +19,7 @@ _ASK_EVERY_S = 1.0
 _ASK_TIMEOUT_S = 1.0
 
 
-async def watch_peers(
-    picture: Picture, children: Mapping[str, Child], serving: Mapping[str, asyncio.Future[Address]]
-) -> None:
+async def watch_peers(picture: Picture, children: Mapping[str, Child], serving: Mapping[str, asyncio.Future[Address]]) -> None:
     """Keep the rows of `picture` true until cancelled.
 
     Args:

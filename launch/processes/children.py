@@ -56,8 +56,15 @@ class Child:
 class Children:
     """Starts a fork server and keeps its children. Used from one event loop."""
 
-    def __init__(self, log_dir: Path, on_report: OnReport, *, preload: str = "launch.processes.preload:everything",
-                 argument: str = "", name: str = "fork_server") -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        on_report: OnReport,
+        *,
+        preload: str = "launch.processes.preload:everything",
+        argument: str = "",
+        name: str = "fork_server",
+    ) -> None:
         self._argument = argument
         self._name = name
         self._log_dir = log_dir
@@ -84,20 +91,25 @@ class Children:
         self._send({"preload": self._preload, "argument": self._argument})
         reports = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(report_r, "rb"))
-        self._tasks = [
-            asyncio.create_task(self._read_replies(replies)), asyncio.create_task(self._read_reports(reports))
-        ]
+        self._tasks = [asyncio.create_task(self._read_replies(replies)), asyncio.create_task(self._read_reports(reports))]
 
     def _start_process(self) -> tuple[socket.socket, int]:
         """Our end of the control socket, and the read end of the report pipe."""
         ours, theirs = socket.socketpair()
         report_r, report_w = os.pipe()
         with theirs, open(self._log, "ab") as log:
-            code = (f"import sys; sys.path[:] = {sys.path!r}\n"
-                    "from launch.processes.fork_server import serve\n"
-                    f"serve({theirs.fileno()}, {report_w})")
-            self._process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, pass_fds=(theirs.fileno(), report_w))
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}\n"
+                "from launch.processes.fork_server import serve\n"
+                f"serve({theirs.fileno()}, {report_w})"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(), report_w),
+            )
         os.close(report_w)
         return ours, report_r
 
@@ -131,9 +143,7 @@ class Children:
         child.pid = await asyncio.shield(child.started)  # cancelling the caller must not cancel the future
         return child
 
-    async def stop(
-        self, *, grace_s: float, among: str = "", written: Callable[[Child], int] = lambda child: -1
-    ) -> list[str]:
+    async def stop(self, *, grace_s: float, among: str = "", written: Callable[[Child], int] = lambda child: -1) -> list[str]:
         """End every child whose name begins with `among`: SIGTERM, after `grace_s` SIGKILL.
 
         Args:
@@ -151,8 +161,9 @@ class Children:
         for child in alive:
             child.signal(signal.SIGTERM)
         while pending := [child for child in alive if child.alive and child not in late]:
-            await asyncio.wait([child.ended for child in pending], timeout=min(grace_s, _LOOK_EVERY_S),
-                               return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [child.ended for child in pending], timeout=min(grace_s, _LOOK_EVERY_S), return_when=asyncio.FIRST_COMPLETED
+            )
             for child in pending:
                 count, (before, at) = written(child), seen[child]
                 if count != before:

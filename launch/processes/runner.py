@@ -60,9 +60,12 @@ def main_of(
 
 
 def _answer(
-    program: str, parse: Callable[[Sequence[str]], Namespace], work: Callable[[Namespace, list[str], Reports], int],
-    words: list[str], reports: Reports,
-) -> int:  # fmt: skip
+    program: str,
+    parse: Callable[[Sequence[str]], Namespace],
+    work: Callable[[Namespace, list[str], Reports], int],
+    words: list[str],
+    reports: Reports,
+) -> int:
     options = parse(words)
     configure_logging(options.log_format, options.log_level, quiet=options.quiet)
     try:
@@ -145,9 +148,7 @@ class Stopper:
         return 128 + self.received
 
 
-def run_peer(
-    build: Callable[[], Awaitable[tuple[RunsUntilStopped, Callable[[], None]]]], *, serves_until_stopped: bool
-) -> int:
+def run_peer(build: Callable[[], Awaitable[tuple[RunsUntilStopped, Callable[[], None]]]], *, serves_until_stopped: bool) -> int:
     """Run a peer until it is done or a signal stops it, and close it. Returns the exit code.
 
     `build` gives the peer and what to call once it serves. Role modules that are slow to import are imported there.

@@ -48,6 +48,4 @@ def claim_directory(directory: Path, *, wait_s: float = ENDING_S) -> None:
             logger.warning("state directory %s is in use; waiting %g s for what uses it to end", directory, wait_s)
         time.sleep(_LOOK_EVERY_S)
     os.close(descriptor)
-    raise ConfigError(
-        f"state directory {directory} is in use: wait until what uses it has ended, or choose another --state-dir"
-    )
+    raise ConfigError(f"state directory {directory} is in use: wait until what uses it has ended, or choose another --state-dir")

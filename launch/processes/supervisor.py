@@ -55,8 +55,9 @@ class Supervisor:
             if code < 0 and self._served is None and not self._stopped.is_set():
                 logger.error(
                     "the worker was killed by %s before it served, and is not started again; if nobody did that, its machine "
-                    "may lack memory for it", signal.Signals(-code).name,
-                )  # fmt: skip
+                    "may lack memory for it",
+                    signal.Signals(-code).name,
+                )
             if code == EXIT_DONE or self._stopped.is_set() or self._served is None:
                 return code if code >= 0 else 128 - code
             if time.monotonic() - began > LONGEST_BACKOFF_S:

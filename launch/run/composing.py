@@ -67,9 +67,8 @@ async def find_run(options: Namespace, transport: HttpTransport, kept: KeptRun |
         kept = None if again is not None and kept is not None and kept.run != again else kept
         try:
             info = await fetch_run(
-                transport, options.join, run=again, contacts=_contacts(options.state_dir, kept),
-                deadline_s=options.join_timeout,
-            )  # fmt: skip
+                transport, options.join, run=again, contacts=_contacts(options.state_dir, kept), deadline_s=options.join_timeout
+            )
         except ConfigError as error:
             if kept is None:
                 raise
@@ -77,9 +76,7 @@ async def find_run(options: Namespace, transport: HttpTransport, kept: KeptRun |
             seen = kept.seen_host if kept.way_out == _way_out(options.host) else ""
             return KnownRun(config_bytes=kept.config.encode(), bootstrap=(options.join,), seen_host=seen)
         bootstrap = tuple(dict.fromkeys([options.join, *(Address(host, port) for host, port in info.contacts)]))
-        run = KnownRun(
-            config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host, record=info.record
-        )  # fmt: skip
+        run = KnownRun(config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host, record=info.record)
         _ = run.config  # refused here if this version does not understand it
         return run
     run_file = read_run_file(options.run)
@@ -144,10 +141,20 @@ async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerC
         config_bytes=run.config_bytes,
         identity=identity,
         incarnation=new_incarnation(random.SystemRandom()),
-        transport=HttpTransport(host=options.host, sock=tcp, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s,
-                                bounds=Bounds(max_inflight_bytes=max_inflight_bytes)),
-        dht=KademliaDht(identity=identity, sock=udp, advertise_host=advertise_host, advertise_port=options.public_port,
-                        contacts_path=None if state_dir is None else state_dir / CONTACTS_FILE),
+        transport=HttpTransport(
+            host=options.host,
+            sock=tcp,
+            connect_s=timing.connect_s,
+            heartbeat_s=timing.heartbeat_s,
+            bounds=Bounds(max_inflight_bytes=max_inflight_bytes),
+        ),
+        dht=KademliaDht(
+            identity=identity,
+            sock=udp,
+            advertise_host=advertise_host,
+            advertise_port=options.public_port,
+            contacts_path=None if state_dir is None else state_dir / CONTACTS_FILE,
+        ),
         rng=random.Random(random.SystemRandom().getrandbits(64)),
         advertise_host=advertise_host,
         advertise_port=options.public_port,
@@ -202,9 +209,17 @@ def _way_out(host: str) -> str:
 
 
 def announce(
-    program: str, argv: Sequence[str], context: PeerContext, run: KnownRun, what: str, announcer: Announcer, reports: Reports,
-    *, fixed: Sequence[str] = (), stage: int = -1,
-) -> None:  # fmt: skip
+    program: str,
+    argv: Sequence[str],
+    context: PeerContext,
+    run: KnownRun,
+    what: str,
+    announcer: Announcer,
+    reports: Reports,
+    *,
+    fixed: Sequence[str] = (),
+    stage: int = -1,
+) -> None:
     """Tell everyone who waits that this peer is up: the process list, the terminal, the parent, and its own next life.
 
     `fixed` are options as they were chosen, for a parent that starts this program again; `stage` is the one served, if any.
@@ -213,9 +228,12 @@ def announce(
     retitle(program, argv, port)
     if context.state_dir is not None:
         KeptRun(
-            config=context.config_bytes.decode(), port=port, seen_host=run.seen_host,
-            way_out=_way_out(context.transport.address.host), stage=stage,
-        ).save(context.state_dir)  # fmt: skip
+            config=context.config_bytes.decode(),
+            port=port,
+            seen_host=run.seen_host,
+            way_out=_way_out(context.transport.address.host),
+            stage=stage,
+        ).save(context.state_dir)
     announcer.say(f"serving {what} of run {context.run[:12]} at {where}", run=context.run, address=str(where))
     reports.send("serving", what=what, run=context.run, host=where.host, port=port, fixed=list(fixed))
 

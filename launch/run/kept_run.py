@@ -54,9 +54,12 @@ def kept_run(directory: Path | None) -> KeptRun | None:
         with path.open("rb") as file:
             fields = json.loads(file.read(_MAX_FILE_BYTES))
         kept = KeptRun(
-            config=str(fields["config"]), port=int(fields["port"]), seen_host=str(fields["seen_host"]),
-            way_out=str(fields["way_out"]), stage=int(fields["stage"]),
-        )  # fmt: skip
+            config=str(fields["config"]),
+            port=int(fields["port"]),
+            seen_host=str(fields["seen_host"]),
+            way_out=str(fields["way_out"]),
+            stage=int(fields["stage"]),
+        )
         if not 0 <= kept.port < 65536:
             raise ValueError("port")
         parse_config_bytes(kept.config.encode())

@@ -83,9 +83,10 @@ class MetricsFile:
         last = max(self._lines, default=step) if run == self._run else step
         if step > last + 1:
             logger.warning(
-                "--metrics %s: %s missing, committed while nobody wrote there", self._path,
+                "--metrics %s: %s missing, committed while nobody wrote there",
+                self._path,
                 f"step {step - 1} is" if step == last + 2 else f"steps {last + 1} to {step - 1} are",
-            )  # fmt: skip
+            )
         try:
             self._forget_from(run, step)
             offset = self._file.seek(0, os.SEEK_END) if self._is_kept else 0

@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.arguments import MAX_PROCESSES
-from launch.run.models import (
-    TOKENIZER_DIRECTORY,
-    described,
-    fields_of,
-    place_of,
-    stated_vocab_size,
-    tokenizer_in,
-    vocab_size_of,
-)
+from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, stated_vocab_size, tokenizer_in, vocab_size_of
 from models.packing import why_apart
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
@@ -39,9 +31,11 @@ PATH_KEYS = ("data", "eval_data", "tokenizer")
 LOCAL_KEYS = ("peers_per_stage", "trainers")
 #: Filled from the data, and the option that names what is digested; tokens depend on the tokenizer, so it comes first.
 DIGEST_KEYS = {
-    "tokenizer_digest": "tokenizer with --tokenizer", "data_digest": "data with --data", "weights": "model with --model",
+    "tokenizer_digest": "tokenizer with --tokenizer",
+    "data_digest": "data with --data",
+    "weights": "model with --model",
     "weights_source": "model with --model",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +99,11 @@ def read_run_file(path: Path) -> RunFile:
         if path.suffix == ".json":
             kept = path.parent / TOKENIZER_DIRECTORY
             return RunFile(
-                path=path, fields=parse_config_bytes(content).model_dump(mode="json"), config_bytes=content,
+                path=path,
+                fields=parse_config_bytes(content).model_dump(mode="json"),
+                config_bytes=content,
                 paths=DataPaths(tokenizer=str(kept) if kept.is_dir() else None),
-            )  # fmt: skip
+            )
         table = tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -195,14 +191,19 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         raise ConfigError(f"the run's data is {config.dataset}: name it with --data")
     paths = paths.with_tokenizer()
     gets_vocabulary = (
-        paths.tokenizer is not None and config.model != PRETRAINED and not is_dotted(config.model)
+        paths.tokenizer is not None
+        and config.model != PRETRAINED
+        and not is_dotted(config.model)
         and stated_vocab_size(config) is None
-    )  # fmt: skip
+    )
     found = describe_data(
-        config, paths.data, paths.eval_data, paths.tokenizer,
+        config,
+        paths.data,
+        paths.eval_data,
+        paths.tokenizer,
         vocab_size=None if gets_vocabulary else vocab_size_of(config),
         today=today or datetime.now(UTC).date(),
-    )  # fmt: skip
+    )
     if paths.model is not None:
         found |= described(paths.model)
     for key, named in DIGEST_KEYS.items():
@@ -229,8 +230,10 @@ def _share_samples(config: RunConfig, cost_apart: str) -> bool:
     if not why or (is_dotted(config.model) and "packing" in config.model_fields_set):
         return True
     if "packing" in config.model_fields_set:
-        raise ConfigError(f"packing: examples that share a sample would see each other: {why}. Leave packing out, or say false "
-                          "(recut_run, for a run that has begun)")
+        raise ConfigError(
+            f"packing: examples that share a sample would see each other: {why}. Leave packing out, or say false "
+            "(recut_run, for a run that has begun)"
+        )
     _log.warning("no examples share a sample: %s. %s", why, cost_apart)
     return False
 
@@ -246,8 +249,10 @@ def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
     old = parse_config_bytes(stored)
     differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
     what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
-    raise ConfigError(f"{where} holds {what}: give the options that it has or none to go on with it, or choose another "
-                      "--state-dir; recut_run begins a new run from it with other options")
+    raise ConfigError(
+        f"{where} holds {what}: give the options that it has or none to go on with it, or choose another "
+        "--state-dir; recut_run begins a new run from it with other options"
+    )
 
 
 def still_needed(config: RunConfig, state_dir: Path) -> list[str]:

@@ -68,9 +68,10 @@ async def _count_peers(transport: Transport, context: PeerContext) -> m.Placed:
     answers = await asyncio.gather(*(_call(transport, context, contact, m.Status()) for contact in context.bootstrap))
     num_stages = context.config.num_stages
     found = {
-        x.member.key: x.stage for x in answers
+        x.member.key: x.stage
+        for x in answers
         if isinstance(x, m.StatusReply) and 0 <= x.stage < num_stages and x.member.peer != context.peer
-    }  # fmt: skip
+    }
     if not found:
         return m.Placed(stage=context.rng.randrange(num_stages), reason="nobody serves any stage yet")
     swarm = Swarm([StageWork()] * num_stages, [Worker(key=key, stage=stage) for key, stage in found.items()])

@@ -44,9 +44,7 @@ class StageRow:
         return self.state_bytes + self.kept_bytes + LEAST_IN_FLIGHT_BYTES
 
 
-def with_stages(
-    run_file: RunFile | None, overrides: Mapping[str, Any], peer_memory: int | None
-) -> tuple[dict[str, Any], str]:
+def with_stages(run_file: RunFile | None, overrides: Mapping[str, Any], peer_memory: int | None) -> tuple[dict[str, Any], str]:
     """`overrides` with a number in the place of `num_stages = "auto"`, and the reason for it ("" if it was a number).
 
     Raises:
@@ -86,10 +84,19 @@ def plan_of(config: RunConfig) -> list[StageRow]:
     rows = []
     for stage, span in enumerate(factory.spans):
         part = cost.of(span)
-        rows.append(StageRow(
-            stage, span, part.num_trained, part.num_frozen, 3 * part.flops, part.flops / total, state_of(part, config),
-            kept_of(part, config), sent if stage < config.num_stages - 1 else 0,
-        ))  # fmt: skip
+        rows.append(
+            StageRow(
+                stage,
+                span,
+                part.num_trained,
+                part.num_frozen,
+                3 * part.flops,
+                part.flops / total,
+                state_of(part, config),
+                kept_of(part, config),
+                sent if stage < config.num_stages - 1 else 0,
+            )
+        )
     return rows
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 def step_text(line: Mapping[str, Any], total_steps: int) -> str:
     """`line` is `StepReport.json_line()`: `step` counts committed steps, `peers` those of each stage."""
-    text = (f"step {line['step']}/{total_steps} loss {loss_text(line)} tokens/s {line['tokens_per_s']:.0f} "
-            f"seconds {line['seconds']:.2f} grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} "
-            f"peers {'+'.join(map(str, line['peers']))} retries {line['retries']}")
+    text = (
+        f"step {line['step']}/{total_steps} loss {loss_text(line)} tokens/s {line['tokens_per_s']:.0f} "
+        f"seconds {line['seconds']:.2f} grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} "
+        f"peers {'+'.join(map(str, line['peers']))} retries {line['retries']}"
+    )
     return text + " skipped" if line["skipped"] else text
 
 

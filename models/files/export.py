@@ -16,9 +16,14 @@ from swarm.stage.saved.tensor_file import save_file
 
 
 def write_model(
-    directory: str | os.PathLike[str], state: Mapping[str, torch.Tensor], config: PreTrainedConfig, *,
-    architecture: str, dtype: torch.dtype, byte_tokenizer: bool,
-) -> None:  # fmt: skip
+    directory: str | os.PathLike[str],
+    state: Mapping[str, torch.Tensor],
+    config: PreTrainedConfig,
+    *,
+    architecture: str,
+    dtype: torch.dtype,
+    byte_tokenizer: bool,
+) -> None:
     """Write `model.safetensors` and `config.json`; an old model stays until the new one is whole.
 
     Args:

@@ -27,9 +27,17 @@ from swarm.stage.module import replace_parameters, saved_buffers
 logger = logging.getLogger(__name__)
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 #: What older versions of transformers saved though it is computed.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.bias$|\.masked_bias$")
 
@@ -132,16 +140,18 @@ class PretrainedFactory:
     ) -> torch.nn.Module:
         """An outline with memory, and with the values that `load` gives."""
         dtype = torch.float64 if self._run.precision == "fp64" else torch.float32
-        replace_parameters(
-            module, lambda _, p: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype)
-        )
+        replace_parameters(module, lambda _, p: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype))
         load(stage, {name: parameter.data for name, parameter in module.named_parameters()} | saved_buffers(module))
         return module
 
     def load(
-        self, stage: int, into: Mapping[str, torch.Tensor],
-        take: Mapping[str, Callable[[torch.Tensor], None]] | None = None, *, device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+        self,
+        stage: int,
+        into: Mapping[str, torch.Tensor],
+        take: Mapping[str, Callable[[torch.Tensor], None]] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """As a `StreamingFactory` does. Parameters that `take` names are given to it instead, one at a time on `device`."""
         assert self._shards is not None, "this machine has no files"
         shards = self._shards
@@ -183,9 +193,12 @@ class PretrainedFactory:
             raise refusal(self._source_name, method, f"{name} is of type {entry.dtype}")
 
     def _make(
-        self, recipe: TensorConversion, tensors: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor],
+        self,
+        recipe: TensorConversion,
+        tensors: dict[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
         takers: Mapping[str, Callable[[torch.Tensor], None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Hand over what the files' `tensors` make."""
         if recipe.rule is None:
             made = {recipe.makes[0]: tensors[recipe.sources[0][0]]}

@@ -27,14 +27,36 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 #: Bytes of each element by the format's name of the type. Some are of codes only, see `stored_codes`.
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-               "U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
-               "F6_E2M3": 0.75, "F6_E3M2": 0.75, "F4": 0.5}  # fmt: skip
+_ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "F6_E2M3": 0.75,
+    "F6_E3M2": 0.75,
+    "F4": 0.5,
+}
 #: Of each floating type: integers of its width, and the bits of its positive infinity. NaNs are above it.
 _INFINITY: dict[str, tuple[Any, Any, int]] = {
-    "F64": (np.int64, np.uint64, 0x7FF << 52), "F32": (np.int32, np.uint32, 0xFF << 23),
-    "F16": (np.int16, np.uint16, 0x1F << 10), "BF16": (np.int16, np.uint16, 0xFF << 7),
-}  # fmt: skip
+    "F64": (np.int64, np.uint64, 0x7FF << 52),
+    "F32": (np.int32, np.uint32, 0xFF << 23),
+    "F16": (np.int16, np.uint16, 0x1F << 10),
+    "BF16": (np.int16, np.uint16, 0xFF << 7),
+}
 _MAX_HEADER_BYTES = 10**8
 _CHUNK_BYTES = 2**24
 #: What is digested and looked at in one go: it stays in the processor's cache.
@@ -127,8 +149,10 @@ class Shards:
         self.listed_in = SINGLE_FILE if index is None else INDEX_FILE
         if index is not None:
             weight_map = _json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map or not all(
-                isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+            if (
+                not isinstance(weight_map, dict)
+                or not weight_map
+                or not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
             ):
                 raise ConfigError(f"{index}: has no weight_map of tensor names to files")
             self._files: dict[str, str] = dict(weight_map)
@@ -136,8 +160,11 @@ class Shards:
             self._files = {name: SINGLE_FILE for name in self._header(SINGLE_FILE)}
         else:
             pickled = any(source.path(file) for file in ("pytorch_model.bin", "pytorch_model.bin.index.json"))
-            hint = "its weights are pickled, which is never read: save it as safetensors first" if pickled else (
-                f"holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            hint = (
+                "its weights are pickled, which is never read: save it as safetensors first"
+                if pickled
+                else (f"holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            )
             raise ConfigError(f"model {source.name}: {hint}")
         #: Files that look like shards and are none of the model's: another form of it, say.
         self.unused = source.extra_shards(set(self._files.values()))

@@ -60,8 +60,10 @@ def require_full_precision(model: str, config: Mapping[str, Any], types: Mapping
     if method is not None and tell:
         logger.warning(
             "model %s: its configuration calls it quantized (%s), and its tensors are in full precision: that part of the "
-            "configuration is ignored", model, method,
-        )  # fmt: skip
+            "configuration is ignored",
+            model,
+            method,
+        )
 
 
 def is_code(name: str, dtype: str) -> bool:

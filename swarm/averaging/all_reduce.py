@@ -52,10 +52,20 @@ class Round:
     """One member's part in one attempt."""
 
     def __init__(
-        self, attempt: Attempt, seals: Sequence[Seal], me: tuple[str, str], compression: Compression, *, dtype: torch.dtype,
-        shares: Sequence[int] = (), auxiliaries: Sequence[Member] = (), max_group: int = 2**30,
-        num_chunks: int = NUM_CHUNKS, chunk_elements: int | None = None, run_job: RunJob = at_once,
-    ) -> None:  # fmt: skip
+        self,
+        attempt: Attempt,
+        seals: Sequence[Seal],
+        me: tuple[str, str],
+        compression: Compression,
+        *,
+        dtype: torch.dtype,
+        shares: Sequence[int] = (),
+        auxiliaries: Sequence[Member] = (),
+        max_group: int = 2**30,
+        num_chunks: int = NUM_CHUNKS,
+        chunk_elements: int | None = None,
+        run_job: RunJob = at_once,
+    ) -> None:
         """
         Args:
             attempt: the attempt.
@@ -187,10 +197,16 @@ class Round:
         if not sum(weights):
             weights = [1.0] * len(group)
         butterfly = Butterfly(
-            [self.members[i] for i in group], group.index(self.me), part, dtype=self._dtype,
-            shares=hagenbach_bischoff(part.num_elements, weights), num_auxiliaries=self._num_auxiliaries,
-            num_chunks=self._num_chunks, chunk_elements=self._chunk_elements, run_job=self._run_job,
-        )  # fmt: skip
+            [self.members[i] for i in group],
+            group.index(self.me),
+            part,
+            dtype=self._dtype,
+            shares=hagenbach_bischoff(part.num_elements, weights),
+            num_auxiliaries=self._num_auxiliaries,
+            num_chunks=self._num_chunks,
+            chunk_elements=self._chunk_elements,
+            run_job=self._run_job,
+        )
         self._exchanges[phase] = butterfly
         if self._failure is not None:
             butterfly.fail(self._failure)

@@ -89,9 +89,15 @@ class LocalAccumulator(Accumulator):
         return verdict
 
     def add_unseen(
-        self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
-        loss_scale: float = 1.0, borrowed: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        index: int,
+        numbers: Numbers,
+        is_valid: torch.Tensor,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        loss_scale: float = 1.0,
+        borrowed: bool = False,
+    ) -> bool:
         is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, borrowed=borrowed)
         if is_marked:
             self._update_when_due()
@@ -114,9 +120,14 @@ class LocalAccumulator(Accumulator):
         norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64)) / tokens
         try:
             masters, self._inner = adamw(
-                config, moments, self._copy.masters, self._flat, self._inner or moments.zero(),
-                learning_rate=learning_rate(config, self._step), factor=clip_coefficient(norm, config.max_grad_norm) / tokens,
-            )  # fmt: skip
+                config,
+                moments,
+                self._copy.masters,
+                self._flat,
+                self._inner or moments.zero(),
+                learning_rate=learning_rate(config, self._step),
+                factor=clip_coefficient(norm, config.max_grad_norm) / tokens,
+            )
             self._copy = make_version(self._copy.record, self._layout, masters, self._own.dtype)
         except BaseException:
             self.discard()

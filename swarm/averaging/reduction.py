@@ -81,9 +81,13 @@ class Code:
     def spec(self, num_elements: int, dtype: torch.dtype) -> TensorSpec:
         """How a chunk of so many elements is described."""
         return TensorSpec(
-            name="slice", dtype=str(dtype).removeprefix("torch."), shape=(num_elements,), codec=self.codec, role="state",
+            name="slice",
+            dtype=str(dtype).removeprefix("torch."),
+            shape=(num_elements,),
+            codec=self.codec,
+            role="state",
             num_kept=self._num_kept(num_elements),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -161,10 +165,19 @@ class Reduction:
     """What one of a group reduces in one exchange."""
 
     def __init__(
-        self, members: Sequence[Member], me: int, part: GroupVector, *, dtype: torch.dtype, shares: Sequence[int] = (),
-        num_auxiliaries: int = 0, num_chunks: int = NUM_CHUNKS, chunk_elements: int | None = None,
-        run_job: RunJob = at_once, total: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        members: Sequence[Member],
+        me: int,
+        part: GroupVector,
+        *,
+        dtype: torch.dtype,
+        shares: Sequence[int] = (),
+        num_auxiliaries: int = 0,
+        num_chunks: int = NUM_CHUNKS,
+        chunk_elements: int | None = None,
+        run_job: RunJob = at_once,
+        total: torch.Tensor | None = None,
+    ) -> None:
         """
         Args:
             members: of the group; auxiliaries come last.
@@ -269,9 +282,12 @@ class Reduction:
     def awaited(self) -> list[Member]:
         """Members whose parts of chunks that others have begun are missing."""
         missing = {
-            index for chunk in self._chunks.values() if chunk.summing is None
-            for index in range(self._num_senders) if index != self.me and index not in chunk.parts
-        }  # fmt: skip
+            index
+            for chunk in self._chunks.values()
+            if chunk.summing is None
+            for index in range(self._num_senders)
+            if index != self.me and index not in chunk.parts
+        }
         return [self.members[index] for index in sorted(missing)]
 
     async def _sum(self, chunk: _Chunk, number: int) -> None:

@@ -28,9 +28,7 @@ class Timing(BaseModel):
     request_s: float = Field(4.0, ge=0.05, description="deadline of a short request that needs no compute")
     lease_s: float = Field(8.0, ge=0.05, description="a trainer silent for longer loses its tickets")
     coordinator_s: float = Field(3.0, ge=0.05, description="a coordinator silent for longer is replaced")
-    record_ttl_s: float = Field(
-        10.0, ge=0.1, le=3600, description="life of a DHT record at its receiver; renewed at a third"
-    )
+    record_ttl_s: float = Field(10.0, ge=0.1, le=3600, description="life of a DHT record at its receiver; renewed at a third")
     genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
     stage_lost_s: float = Field(60.0, ge=0.05, description="a stage without a holder for this long is lost")
     average_s: float = Field(30.0, ge=0.05, description="one averaging round inside a stage must end within this time")
@@ -61,11 +59,29 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
 
 TIMING_PRESETS: dict[str, dict[str, float]] = {
     "local": {},
-    "lan": {"connect_s": 3.0, "stall_s": 20.0, "request_s": 6.0, "lease_s": 20.0, "coordinator_s": 5.0,
-            "record_ttl_s": 20.0, "genesis_quiet_s": 3.0, "stage_lost_s": 120.0, "average_s": 120.0},
-    "wan": {"heartbeat_s": 2.0, "connect_s": 10.0, "stall_s": 60.0, "request_s": 20.0, "lease_s": 60.0,
-            "coordinator_s": 15.0, "record_ttl_s": 60.0, "genesis_quiet_s": 10.0, "stage_lost_s": 600.0,
-            "average_s": 1200.0},
+    "lan": {
+        "connect_s": 3.0,
+        "stall_s": 20.0,
+        "request_s": 6.0,
+        "lease_s": 20.0,
+        "coordinator_s": 5.0,
+        "record_ttl_s": 20.0,
+        "genesis_quiet_s": 3.0,
+        "stage_lost_s": 120.0,
+        "average_s": 120.0,
+    },
+    "wan": {
+        "heartbeat_s": 2.0,
+        "connect_s": 10.0,
+        "stall_s": 60.0,
+        "request_s": 20.0,
+        "lease_s": 60.0,
+        "coordinator_s": 15.0,
+        "record_ttl_s": 60.0,
+        "genesis_quiet_s": 10.0,
+        "stage_lost_s": 600.0,
+        "average_s": 1200.0,
+    },
 }
 
 
@@ -98,8 +114,9 @@ class RunConfig(BaseModel):
 
     name: str = Field("swarm", min_length=1, max_length=64, description="a name for people")
     model: str = Field(
-        "llama-tiny", description="a preset of models/, package.module:factory, a directory with config.json and weights, or a "
-        "Hugging Face hub id; of the latter two the run keeps the configuration and digests, never the place"
+        "llama-tiny",
+        description="a preset of models/, package.module:factory, a directory with config.json and weights, or a "
+        "Hugging Face hub id; of the latter two the run keeps the configuration and digests, never the place",
     )
     model_options: dict[str, Any] = Field(default_factory=dict, description="overrides handed to the preset or factory")
     weights: dict[str, str] = Field(
@@ -132,8 +149,9 @@ class RunConfig(BaseModel):
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
     average_compression: Literal["none", "fp16", "bf16", "8bit", "int8", "uniform8", "powersgd", "cocktail"] = Field(
-        "none", description="averages on the wire; 8bit has a step for each 64 values, int8 for each 4,096, uniform8 keeps sums; "
-        "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits"
+        "none",
+        description="averages on the wire; 8bit has a step for each 64 values, int8 for each 4,096, uniform8 keeps sums; "
+        "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits",
     )
     powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")
     cocktail_top: float = Field(0.2, ge=1e-4, le=1, description="part of a fragment's elements that cocktail sends")
@@ -143,16 +161,22 @@ class RunConfig(BaseModel):
     clip_radius: float = Field(1.0, ge=1e-3, le=1e3, description="of centered_clip, as a norm of a stage's mean gradient")
     max_group: int = Field(16, ge=2, le=4096, description="more peers of a stage than this average in groups, level by level")
     auxiliaries: int = Field(
-        0, ge=0, le=64, description="aggregators (launch_backbone --aggregate) that a stage lets reduce parts of its averages, "
-        "at most, where that makes them faster; what they send is trusted"
+        0,
+        ge=0,
+        le=64,
+        description="aggregators (launch_backbone --aggregate) that a stage lets reduce parts of its averages, "
+        "at most, where that makes them faster; what they send is trusted",
     )
     mode: Literal["sync", "local"] = Field(
-        "sync", description="sync: every step one update with the mean gradient. local: a step is an outer step, in which each "
-        "peer updates its own copy, and at whose end the peers average what their copies moved by (DiLoCo)"
+        "sync",
+        description="sync: every step one update with the mean gradient. local: a step is an outer step, in which each "
+        "peer updates its own copy, and at whose end the peers average what their copies moved by (DiLoCo)",
     )
     inner_batch_size: int = Field(
-        0, ge=0, description="mode local: samples after which a peer updates its own copy; H updates by P peers of a stage "
-        "take a target_batch_size of H * P times as many"
+        0,
+        ge=0,
+        description="mode local: samples after which a peer updates its own copy; H updates by P peers of a stage "
+        "take a target_batch_size of H * P times as many",
     )
     outer_learning_rate: float = Field(0.7, ge=1e-6, le=10, description="mode local: of the outer SGD with Nesterov momentum")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="mode local: of the outer SGD")
@@ -165,12 +189,14 @@ class RunConfig(BaseModel):
     data_digest: str = Field("", description="digest of training and evaluation data; a trainer with other data is refused")
     tokenizer_digest: str = Field("", description="digest of the tokenizer")
     template_date: str = Field(
-        "", description="YYYY-MM-DD, told to a chat template that asks for today's; by default the day on which the run is "
-        "created, in UTC, if it asks"
+        "",
+        description="YYYY-MM-DD, told to a chat template that asks for today's; by default the day on which the run is "
+        "created, in UTC, if it asks",
     )
     packing: bool = Field(
-        True, description="several short conversations share a sample, and do not see each other; by default only where the "
-        "model keeps them apart"
+        True,
+        description="several short conversations share a sample, and do not see each other; by default only where the "
+        "model keeps them apart",
     )
     eval_fraction: float = Field(0.1, ge=0, lt=1, description="part of the data held out if no evaluation data is given")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
@@ -179,8 +205,10 @@ class RunConfig(BaseModel):
     checkpoint_copies: int = Field(2, ge=1, description="peers of a stage that write each checkpoint")
     checkpoint_keep: int = Field(2, ge=1, description="checkpoints kept per peer")
     min_peers_per_stage: int = Field(
-        1, ge=1, le=4096, description="peers of every stage needed to start; above 1 also to go on, with a majority of the last "
-        "members"
+        1,
+        ge=1,
+        le=4096,
+        description="peers of every stage needed to start; above 1 also to go on, with a majority of the last members",
     )
     timing: Timing = Field(Timing(), description="deadlines")
 
@@ -249,8 +277,7 @@ class RunConfig(BaseModel):
                 )
             if self.fragments > self.total_steps:
                 raise ValueError(
-                    f"{self.fragments} fragments in {self.total_steps} steps: each step averages one; some would never be "
-                    "shared"
+                    f"{self.fragments} fragments in {self.total_steps} steps: each step averages one; some would never be shared"
                 )
             if self.delay_steps:
                 raise ValueError("mode 'local' excludes delay_steps: a peer never waits for others between its own updates")
@@ -289,8 +316,9 @@ def _belongs(config: RunConfig, option: str) -> str:
     field, values = BELONGS_TO[option]
     what = " or ".join(map(repr, values))
     default = RunConfig.model_fields[option].default
-    return (f"{option} belongs to {field} {what}, and {field} is {getattr(config, field)!r}: "
-            f"leave it at {default:g} or set {field}")
+    return (
+        f"{option} belongs to {field} {what}, and {field} is {getattr(config, field)!r}: leave it at {default:g} or set {field}"
+    )
 
 
 def _unused(config: RunConfig, given: Iterable[str]) -> str:

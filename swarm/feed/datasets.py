@@ -71,8 +71,13 @@ def open_dataset(config: RunConfig, data: str | None, eval_data: str | None, tok
     else:
         split = len(train) - math.floor(len(train) * config.eval_fraction)
         if split == len(train) and wants_eval and not isinstance(train, np.ndarray):
-            logger.warning("data %s: %g (eval_fraction) of %d conversations is less than one: nothing is held out, nothing is "
-                           "evaluated; eval_data names data for that", source, config.eval_fraction, len(train))
+            logger.warning(
+                "data %s: %g (eval_fraction) of %d conversations is less than one: nothing is held out, nothing is "
+                "evaluated; eval_data names data for that",
+                source,
+                config.eval_fraction,
+                len(train),
+            )
             wants_eval = False
         held_out = _samples(train[split:], config, f"the held-out part of {source}", required=wants_eval)
         train = train[:split]

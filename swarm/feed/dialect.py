@@ -22,10 +22,11 @@ _QUESTION = {"role": "user", "content": "quaestio"}
 _TOOL = {
     "type": "function",
     "function": {
-        "name": "nomen", "description": "munus",
+        "name": "nomen",
+        "description": "munus",
         "parameters": {"type": "object", "properties": {"clavis": {"type": "string", "description": "res"}}},
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ class Dialect:
         """The first of the known ways that this template writes as it should; None if it writes no tool calls."""
         for calls in (_Calls(mapping, content) for content in (False, True) for mapping in (True, False)):
             arguments: Any = {"clavis": "valor"}
-            call = {"id": "abcdef123", "type": "function", "function": {
-                "name": "nomen", "arguments": arguments if calls.as_mapping else json.dumps(arguments)
-            }}  # fmt: skip
+            call = {
+                "id": "abcdef123",
+                "type": "function",
+                "function": {"name": "nomen", "arguments": arguments if calls.as_mapping else json.dumps(arguments)},
+            }
             answer = {"role": "assistant", "tool_calls": [call], **({"content": ""} if calls.with_content else {})}
             if self._writes([_QUESTION, answer], "nomen", "clavis", "valor", never=("{'clavis'", '\\"clavis', "None")):
                 return calls

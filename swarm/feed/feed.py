@@ -61,9 +61,14 @@ def open_feed(
 
 
 def describe_data(
-    config: RunConfig, data: str | None, eval_data: str | None, tokenizer: str | None, *, vocab_size: int | None = None,
+    config: RunConfig,
+    data: str | None,
+    eval_data: str | None,
+    tokenizer: str | None,
+    *,
+    vocab_size: int | None = None,
     today: datetime.date = DATE_OF_NO_RUN,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What a run's creator writes into its `RunConfig`, under its field names, and the vocabulary's size.
 
     Args:

@@ -52,8 +52,12 @@ class PackedExamples:
             self._examples.append(cut)
         self._samples = self._pack(packed)
         if self.num_cut or self.num_left_out:
-            logger.warning("%d examples are cut to sequence_length %d, %d are left out: nothing to learn is left of them",
-                           self.num_cut, sequence_length, self.num_left_out)
+            logger.warning(
+                "%d examples are cut to sequence_length %d, %d are left out: nothing to learn is left of them",
+                self.num_cut,
+                sequence_length,
+                self.num_left_out,
+            )
 
     def _pack(self, packed: bool) -> list[list[int]]:
         """First fit, in the order of the examples; a sample that is full, or the oldest of too many, is closed."""
@@ -80,8 +84,10 @@ class PackedExamples:
         """What a sample of its own for each example takes, beside these samples, as part of a sentence."""
         num_tokens, num_alone, num_shared = sum(len(e.tokens) - 1 for e in self._examples), len(self._examples), len(self)
         part_alone, part_shared = (num_tokens / max(1, number * self._length) for number in (num_alone, num_shared))
-        return (f"{num_alone} examples take {num_alone} samples, of which {part_alone:.0%} are tokens and the rest is padding, "
-                f"instead of {num_shared} with {part_shared:.0%}")
+        return (
+            f"{num_alone} examples take {num_alone} samples, of which {part_alone:.0%} are tokens and the rest is padding, "
+            f"instead of {num_shared} with {part_shared:.0%}"
+        )
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -14,9 +14,18 @@ from swarm.base.errors import ConfigError
 
 #: Files of a tokenizer directory that decide what it does.
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 #: What a chat template takes for today where no run has a date: Llama's own writes it where there is no clock.
 DATE_OF_NO_RUN = datetime.date(2024, 7, 26)
 #: Long documents are tokenised in pieces of whole lines of about this many characters, to bound memory.
@@ -161,9 +170,8 @@ class DirectoryTokenizer:
             template = self._tokenizer.get_chat_template(None, tools or None)
             self._set_clock(template)
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, chat_template=template, tokenize=False,
-                add_generation_prompt=not is_answered,
-            )  # fmt: skip
+                list(messages), tools=tools or None, chat_template=template, tokenize=False, add_generation_prompt=not is_answered
+            )
         except Exception as error:  # a template raises what it likes, jinja2's own kinds among it
             raise ConfigError(f"the chat template refuses it: {_first_line(error)}") from None
 

@@ -61,8 +61,10 @@ def conversation_of(record: Mapping[str, Any], where: str) -> Conversation:
                 num_answers += 1
                 trained += [len(messages)] if marked in (None, True) else []
             elif marked:
-                raise ConfigError(f"{where}: {field}: a message of the role {message['role']!r} is marked to be trained; "
-                                  f"only those of {TRAINED_ROLE!r} are")
+                raise ConfigError(
+                    f"{where}: {field}: a message of the role {message['role']!r} is marked to be trained; "
+                    f"only those of {TRAINED_ROLE!r} are"
+                )
             messages.append({key: value for key, value in message.items() if key not in _TRAIN_MARKS})
     if not num_answers:
         raise ConfigError(f"{where}: no message has the role {TRAINED_ROLE!r}: there is nothing to learn")

@@ -56,9 +56,14 @@ def coverage_of(seals: Iterable[Seal]) -> Coverage:
 
 
 def stage_result(
-    attempt: Attempt, seals: tuple[Seal, ...], digest: str, sum_squares: float, holders: tuple[Member, ...], *,
+    attempt: Attempt,
+    seals: tuple[Seal, ...],
+    digest: str,
+    sum_squares: float,
+    holders: tuple[Member, ...],
+    *,
     tied: TiedDigests = (),
-) -> StageResult:  # fmt: skip
+) -> StageResult:
     """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
     coverage = coverage_of(seals)
     return StageResult(

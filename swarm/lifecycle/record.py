@@ -35,9 +35,7 @@ SCALE_GROWTH_STEPS = 200
 
 def genesis_record(config: RunConfig, run: RunId, ballot: Ballot, members: Members) -> CommitRecord:
     scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
-    return CommitRecord(
-        run=run, step=-1, version_id=genesis_version_id(run), ballot=ballot, members=members, loss_scale=scale
-    )
+    return CommitRecord(run=run, step=-1, version_id=genesis_version_id(run), ballot=ballot, members=members, loss_scale=scale)
 
 
 def restoring_record(record: CommitRecord, *, era: int, ballot: Ballot, members: Members) -> CommitRecord:
@@ -95,9 +93,7 @@ def decide(
     step = previous.step + 1
     for stage, result in enumerate(results):
         if result.num_tickets != config.tickets_per_step:
-            raise InternalError(
-                f"step {step}, stage {stage}: {result.num_tickets} tickets instead of {config.tickets_per_step}"
-            )
+            raise InternalError(f"step {step}, stage {stage}: {result.num_tickets} tickets instead of {config.tickets_per_step}")
     torn = torn_tie(results)
     if torn:
         raise InternalError(f"step {step}: stages hold different sums of the tied parameter {torn}")
@@ -162,7 +158,11 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
     if len(record.members) != config.num_stages:
         return f"members of {len(record.members)} stages"
     if record.step == -1:
-        return "" if record.version_id == genesis_version_id(record.run) and not record.results else "a genesis record with another head"
+        return (
+            ""
+            if record.version_id == genesis_version_id(record.run) and not record.results
+            else "a genesis record with another head"
+        )
     if record.step >= config.total_steps:
         return f"step {record.step} of {config.total_steps}"
     if len(record.results) != config.num_stages:
@@ -176,6 +176,8 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
     if any(max(move.source, move.target) >= config.num_stages for move in record.moves):
         return "a move to or from no stage"
     digests = [result.sum_digest for result in record.results]
-    if record.version_id != version_id_of(record.previous_version_id, record.step, digests, record.clip_coefficient, record.skipped):
+    if record.version_id != version_id_of(
+        record.previous_version_id, record.step, digests, record.clip_coefficient, record.skipped
+    ):
         return "the head does not follow from the averages"
     return ""

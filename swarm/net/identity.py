@@ -62,8 +62,7 @@ class Identity:
             return cls._create(path)
         except OSError as error:
             raise ConfigError(
-                f"identity file {path} cannot be read ({error.strerror}); "
-                "make it readable, or move it away to become a new peer"
+                f"identity file {path} cannot be read ({error.strerror}); make it readable, or move it away to become a new peer"
             ) from None
         try:
             return cls._parse(data, path)

@@ -107,9 +107,7 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def call(
-        self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None
-    ) -> Frame:
+    async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
         """Send `request` and return the result frame (which may be a `Refusal`).
 
         Waits only while counters advance: at most `stall_s` seconds between advances of the heartbeat counter or of the

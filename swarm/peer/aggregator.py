@@ -112,9 +112,10 @@ class Aggregator:
         helped = {message.stage, *(stage for stage, step in self._helped_at.items() if step >= message.step - 1)}
         bandwidth = self._reach.tell(now)
         return m.Assisting(
-            member=self._link.context.member(), bandwidth=bandwidth and bandwidth / len(helped),
+            member=self._link.context.member(),
+            bandwidth=bandwidth and bandwidth / len(helped),
             is_limit=self._reach.is_limit(now),
-        )  # fmt: skip
+        )
 
     def _attempt_of(self, message: m.Assist) -> _Attempt:
         vector, code = message.vector, Code(message.vector.codec)
@@ -122,10 +123,14 @@ class Aggregator:
         if dtype is None or vector != code.spec(vector.num_elements, dtype) or vector.codec == "sparse4":
             raise Refuse("bad_request", f"{vector.dtype} {vector.shape} in {vector.codec} is no average that is summed here")
         return _Attempt(
-            message.step, message.attempt, message.num_members, GroupVector(vector.num_elements, None, code), dtype,
+            message.step,
+            message.attempt,
+            message.num_members,
+            GroupVector(vector.num_elements, None, code),
+            dtype,
             num_bytes=bytes_under_way(code, vector.num_elements, dtype, message.num_members),
             asked_at=asyncio.get_running_loop().time(),
-        )  # fmt: skip
+        )
 
     def _make_room(self, attempt: _Attempt) -> None:
         """Invariant: all attempts together need no more than `limit_bytes`, and their members' requests are admitted."""
@@ -185,9 +190,14 @@ class Aggregator:
             raise Refuse("bad_request", f"{len(message.seals)} members, this peer was asked to help {attempt.num_members}")
         try:
             return Reduction(
-                members, me, attempt.part, dtype=attempt.dtype, shares=message.shares,
-                num_auxiliaries=len(message.auxiliaries), run_job=self._run_job,
-            )  # fmt: skip
+                members,
+                me,
+                attempt.part,
+                dtype=attempt.dtype,
+                shares=message.shares,
+                num_auxiliaries=len(message.auxiliaries),
+                run_job=self._run_job,
+            )
         except ValueError as error:
             raise Refuse("bad_request", str(error)) from None
 
@@ -255,18 +265,23 @@ class Aggregator:
     def _record(self) -> PeerRecord:
         context = self._link.context
         return PeerRecord(
-            peer=context.peer, incarnation=context.incarnation, role="backbone", host=context.address.host,
-            port=context.address.port, ttl_s=self._timing.record_ttl_s,
+            peer=context.peer,
+            incarnation=context.incarnation,
+            role="backbone",
+            host=context.address.host,
+            port=context.address.port,
+            ttl_s=self._timing.record_ttl_s,
             sequence=context.identity.next_sequence(),
-        )  # fmt: skip
+        )
 
     def status(self) -> dict[str, str | int | float | bool]:
         """What an operator wants to see."""
         return {
-            "attempts_helped": self._num_attempts, "attempts_under_way": len(self._attempts),
+            "attempts_helped": self._num_attempts,
+            "attempts_under_way": len(self._attempts),
             "upload_bytes_per_s": round(self._carries.upload.rate or 0),
             "download_bytes_per_s": round(self._carries.download.rate or 0),
-        }  # fmt: skip
+        }
 
     async def retire(self, until: float) -> None:
         """Help with nothing new; what is under way ends first, and sums leave, until the loop's time `until`."""

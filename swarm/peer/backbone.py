@@ -47,12 +47,11 @@ class Backbone:
         if record is not None:
             step, version_id, stages = record.step + 1, record.version_id, record.members
         detail: dict[str, str | int | float | bool] = {
-            "coordinator": coordinator is not None, "total_steps": self.context.config.total_steps,
-        }  # fmt: skip
+            "coordinator": coordinator is not None,
+            "total_steps": self.context.config.total_steps,
+        }
         if coordinator is not None:
-            detail |= {
-                "trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200],
-            }  # fmt: skip
+            detail |= {"trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200]}
         waiting_for = self.election.waiting_for or (str(heard.detail.get("waiting_for", "")) if heard is not None else "")
         if waiting_for:
             detail["waiting_for"] = waiting_for[:200]
@@ -62,10 +61,15 @@ class Backbone:
         if self.aggregator is not None:
             detail |= self.aggregator.status()
         return m.StatusReply(
-            role="backbone", member=self.context.member(), step=step, version_id=version_id,
-            state="coordinating" if coordinator else STATE if self.election.vigil is not None else "watching", detail=detail,
-            stages=stages, ballot=self.election.ballot,
-        )  # fmt: skip
+            role="backbone",
+            member=self.context.member(),
+            step=step,
+            version_id=version_id,
+            state="coordinating" if coordinator else STATE if self.election.vigil is not None else "watching",
+            detail=detail,
+            stages=stages,
+            ballot=self.election.ballot,
+        )
 
     async def start(self) -> None:
         await self.link.serve()

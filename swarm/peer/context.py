@@ -67,6 +67,10 @@ class PeerContext:
     def member(self, *, ready: bool = True) -> Member:
         """This peer as others see it."""
         return Member(
-            peer=self.peer, incarnation=self.incarnation, host=self.address.host, port=self.address.port,
-            ready=ready, keeps_checkpoints=self.state_dir is not None,
-        )  # fmt: skip
+            peer=self.peer,
+            incarnation=self.incarnation,
+            host=self.address.host,
+            port=self.address.port,
+            ready=ready,
+            keeps_checkpoints=self.state_dir is not None,
+        )

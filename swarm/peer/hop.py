@@ -41,13 +41,7 @@ def _living(link: Link, members: tuple[Member, ...]) -> tuple[Member, ...]:
 
 
 async def call_stage(
-    link: Link,
-    route: Route,
-    make_request: Callable[[Route], Train],
-    buffers: Sequence[Buffer],
-    *,
-    stage: int,
-    progress: Progress,
+    link: Link, route: Route, make_request: Callable[[Route], Train], buffers: Sequence[Buffer], *, stage: int, progress: Progress
 ) -> HopResult:
     """Ask the candidates of `route[0]`, which serve `stage`, in order; those that are known to be silent are not asked.
 
@@ -68,9 +62,8 @@ async def call_stage(
         try:
             with progress.vouched():
                 trained, frame = await link.ask(
-                    candidate, request, Trained, buffers=buffers,
-                    stall_s=link.context.config.timing.stall_s, progress=progress,
-                )  # fmt: skip
+                    candidate, request, Trained, buffers=buffers, stall_s=link.context.config.timing.stall_s, progress=progress
+                )
             if [hop.stage for hop in trained.hops] != list(range(stage, link.context.config.num_stages)):
                 raise RemoteProtocolError("its hops are not those from its stage to the last")
             return HopResult(trained, frame, loop.time() - began, tuple(failed))

@@ -49,10 +49,15 @@ async def fetch_run(
     """
     loop = asyncio.get_running_loop()
     began, last = loop.time(), _NOT_ASKED
-    telling = loop.call_later(TOLD_S, lambda: logger.warning(
-        "nobody answers at %s yet%s; trying for %g s in all", named,
-        f" ({last})" if isinstance(last, UnknownHost) else "", deadline_s,
-    ))  # fmt: skip
+    telling = loop.call_later(
+        TOLD_S,
+        lambda: logger.warning(
+            "nobody answers at %s yet%s; trying for %g s in all",
+            named,
+            f" ({last})" if isinstance(last, UnknownHost) else "",
+            deadline_s,
+        ),
+    )
     others = [x for x in contacts.addresses if x != named] if contacts is not None else []
     try:
         while (remaining := deadline_s - (loop.time() - began)) > 0:

@@ -112,7 +112,6 @@ class Link:
             raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")
         return reply.message, reply
 
-
     async def _call(
         self, target: Member | Address, address: Address, request: Frame, stall_s: float, progress: Progress | None
     ) -> Frame:

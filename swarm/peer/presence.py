@@ -121,9 +121,7 @@ class Presence:
         self._looked = asyncio.Event()
         return not reason
 
-    async def watched(
-        self, member: Member, call: Callable[[Progress], Awaitable[Frame]], progress: Progress | None
-    ) -> Frame:
+    async def watched(self, member: Member, call: Callable[[Progress], Awaitable[Frame]], progress: Progress | None) -> Frame:
         """The result of `call` to `member`, whose patience is long.
 
         Raises:

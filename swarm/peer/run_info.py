@@ -14,9 +14,13 @@ class RunInfoServer:
     """Serves the run's configuration verbatim, DHT contacts and the newest record."""
 
     def __init__(
-        self, link: Link, *, record: Callable[[], m.CommitRecord | None], status: Callable[[], m.StatusReply],
+        self,
+        link: Link,
+        *,
+        record: Callable[[], m.CommitRecord | None],
+        status: Callable[[], m.StatusReply],
         coordinator: Callable[[], m.Member | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._link = link
         self._record = record
         self._status = status
@@ -28,9 +32,12 @@ class RunInfoServer:
         context = self._link.context
         contacts = tuple((address.host, address.port) for address in context.dht.contacts()[:16])
         return m.RunInfo(
-            config=context.config_bytes.decode(), contacts=contacts, record=self._record(), seen_host=progress.remote,
+            config=context.config_bytes.decode(),
+            contacts=contacts,
+            record=self._record(),
+            seen_host=progress.remote,
             coordinator=self._coordinator(),
-        )  # fmt: skip
+        )
 
     async def _on_status(self, message: m.Status, frame: Frame, progress: Progress) -> m.StatusReply:
         reply, late_s = self._status(), self._link.context.transport.loop_late_s

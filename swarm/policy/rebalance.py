@@ -60,8 +60,9 @@ def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> Rebalanc
     slowest = search.rates.index(before)
     served = any(worker.stage == slowest and worker.ready for worker in swarm.workers)
     if served and (load := swarm.load_of(slowest)) < MIN_LOAD:
-        return RebalancePlan((), f"stage {slowest} is the slowest, but idle (load {load:.2f}): links or trainers are the limit",
-                    before, before)  # fmt: skip
+        return RebalancePlan(
+            (), f"stage {slowest} is the slowest, but idle (load {load:.2f}): links or trainers are the limit", before, before
+        )
     least_gain = MIN_GAIN + _noise(swarm, slowest)
     best: tuple[float, int, float] | None = None
     while search.raise_slowest():

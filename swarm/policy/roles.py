@@ -37,9 +37,8 @@ class Candidate:
 
     def reducer(self, computes: bool) -> Reducer:
         return Reducer(
-            upload=self.upload, download=self.download, computes=computes, receives=self.holds_replica,
-            reachable=self.reachable,
-        )  # fmt: skip
+            upload=self.upload, download=self.download, computes=computes, receives=self.holds_replica, reachable=self.reachable
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,8 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Link
     objective = np.zeros(num)
     objective[-1] = -1.0
     result = linprog(
-        objective, A_ub=np.array(rows), b_ub=np.array(limits), bounds=list(zip(np.zeros(num), upper, strict=True)),
-        method="highs",
-    )  # fmt: skip
+        objective, A_ub=np.array(rows), b_ub=np.array(limits), bounds=list(zip(np.zeros(num), upper, strict=True)), method="highs"
+    )
     if result.status != 0:
         raise ValueError(f"no rates for this group: {result.message}")
     own = np.maximum(result.x[2 * num_pairs : num - 1], 0.0)

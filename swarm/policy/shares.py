@@ -168,10 +168,11 @@ def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Redu
         Reducer(
             upload=r.upload or middle_up / (2.0 if r.is_auxiliary else 1.0),
             download=r.download or middle_down / (2.0 if r.is_auxiliary else 1.0),
-            computes=r.computes and not r.is_auxiliary, receives=not r.is_auxiliary,
+            computes=r.computes and not r.is_auxiliary,
+            receives=not r.is_auxiliary,
         )
         for r in reports
-    ]  # fmt: skip
+    ]
 
 
 def choose_auxiliaries(
@@ -230,9 +231,10 @@ def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = 
     helped = sum(weight for weight, r in zip(best.weights, reports, strict=True) if r.is_auxiliary)
     return best.weights, (
         f"by bandwidth: {gain:.2f} x faster than equal ones; the slowest is {reports[slowest].name} with "
-        f"{slow / 1e6:.3g} MB/s" + (f"; auxiliaries reduce {helped:.0%}" if helped else "")
+        f"{slow / 1e6:.3g} MB/s"
+        + (f"; auxiliaries reduce {helped:.0%}" if helped else "")
         + (f"; {unknown} not measured" if unknown else "")
-    )  # fmt: skip
+    )
 
 
 def hagenbach_bischoff(total: int, weights: Sequence[float]) -> list[int]:

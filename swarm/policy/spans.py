@@ -67,9 +67,7 @@ def fewest_stages(loads: Loads, max_bytes: int) -> tuple[int | None, str]:
         spans, _ = cut(loads, num_stages)
         if all(loads.of(span).num_bytes <= max_bytes for span in spans):
             return num_stages, f"{num_stages - 1} stages would not fit" if num_stages > 1 else "the whole model fits"
-    number, most = max(
-        ((n, loads.of(range(n, n + 1)).num_bytes) for n in range(len(loads.layers))), key=lambda pair: pair[1]
-    )
+    number, most = max(((n, loads.of(range(n, n + 1)).num_bytes) for n in range(len(loads.layers))), key=lambda pair: pair[1])
     besides = " and what its stage has besides" if number in (0, len(loads.layers) - 1) else " alone"
     return None, f"layer {number}{besides} takes {most} bytes"
 
@@ -92,9 +90,12 @@ class _Table:
 
 
 def _best(
-    table: _Table, num_stages: int, fits: Callable[[Load], bool], cost: Callable[[Load], float],
+    table: _Table,
+    num_stages: int,
+    fits: Callable[[Load], bool],
+    cost: Callable[[Load], float],
     join: Callable[[float, float], float],
-) -> list[range]:  # fmt: skip
+) -> list[range]:
     """The cut whose stages all `fits` and whose costs, put together by `join`, are least; the earliest of equals.
 
     There must be one that fits.

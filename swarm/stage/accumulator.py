@@ -97,9 +97,15 @@ class Accumulator:
         self._borrowed = False
 
     def add_unseen(
-        self, index: int, numbers: Numbers, is_valid: torch.Tensor, gradients: Sequence[torch.Tensor | None], *,
-        loss_scale: float = 1.0, borrowed: bool = False,
-    ) -> bool:  # fmt: skip
+        self,
+        index: int,
+        numbers: Numbers,
+        is_valid: torch.Tensor,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        loss_scale: float = 1.0,
+        borrowed: bool = False,
+    ) -> bool:
         """As `add`, on a device that has not computed `is_valid` (see `Summand`) yet: it adds what turns out valid.
 
         The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the

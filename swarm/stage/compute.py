@@ -127,9 +127,17 @@ class StageCompute:
     """
 
     def __init__(
-        self, factory: StageFactory, stage: int, *, precision: str, seed: int, device: str = "cpu", compile: bool = False,
-        frozen: Sequence[str] = (), budget: MemoryBudget | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        factory: StageFactory,
+        stage: int,
+        *,
+        precision: str,
+        seed: int,
+        device: str = "cpu",
+        compile: bool = False,
+        frozen: Sequence[str] = (),
+        budget: MemoryBudget | None = None,
+    ) -> None:
         self.stage = stage
         self.last = stage == factory.num_stages - 1
         self.device = device
@@ -214,9 +222,7 @@ class StageCompute:
 
     def _masters_of(self, module: torch.nn.Module) -> torch.Tensor:
         values = dict(module.named_parameters())
-        return self.layout.flatten(
-            (values[name] for name in self.layout.names), dtype=self.master_dtype, device=self.device
-        )
+        return self.layout.flatten((values[name] for name in self.layout.names), dtype=self.master_dtype, device=self.device)
 
     def _compile(self) -> list[torch.nn.Module]:
         module = self._module
@@ -261,9 +267,14 @@ class StageCompute:
 
         assert self._budget is not None
         self._captured = captured_if_it_pays(
-            lambda: self._train_on(version, inputs, labels), call, version, inputs, labels, self._budget,
+            lambda: self._train_on(version, inputs, labels),
+            call,
+            version,
+            inputs,
+            labels,
+            self._budget,
             lambda: self.graph_bytes_like(inputs),
-        )  # fmt: skip
+        )
         return True
 
     def declared(self, num_samples: int, sequence_length: int) -> Mapping[str, tuple[int, ...]]:
@@ -385,8 +396,7 @@ class StageCompute:
         parameters = list(activation.version.parameters.values())
         result = torch.autograd.grad(version_ids, [*inputs.values(), *parameters], seeds, allow_unused=True)
         by_input = {
-            name: g if g is not None else torch.zeros_like(t)
-            for (name, t), g in zip(inputs.items(), result, strict=False)
+            name: g if g is not None else torch.zeros_like(t) for (name, t), g in zip(inputs.items(), result, strict=False)
         }
         return Gradients(by_input, list(result[len(inputs) :]))
 

@@ -128,9 +128,16 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def add(
-        self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
-    ) -> Added:  # fmt: skip
+        self,
+        accumulator: Accumulator,
+        index: int,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        loss_scale: float,
+        entry: LedgerEntry | Tensors,
+        with_norm: bool,
+        borrowed: bool = False,
+    ) -> Added:
         """Accumulate one ticket, see `Accumulator`; `entry` is known, or is the last stage's output; memory of `borrowed`
         gradients is wanted back."""
 
@@ -167,8 +174,10 @@ def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tu
     """What travels of a tensor with finite values that `codec` cannot hold: NaN, which makes an overflow of its ticket."""
     logger.warning(
         "%s has values up to %.3g, which the wire (--compression %s) does not carry: their ticket counts as an overflow",
-        name, float(tensor.detach().abs().max()), _OPTIONS.get(codec, codec),
-    )  # fmt: skip
+        name,
+        float(tensor.detach().abs().max()),
+        _OPTIONS.get(codec, codec),
+    )
     return encode_tensor(name, torch.full_like(tensor, float("nan")), "raw", role)
 
 
@@ -200,9 +209,16 @@ class HostDevice(Device):
         return Outgoing([coded(name, tensor, codec, role) for name, tensor in tensors.items()])
 
     def add(
-        self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
-    ) -> Added:  # fmt: skip
+        self,
+        accumulator: Accumulator,
+        index: int,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        loss_scale: float,
+        entry: LedgerEntry | Tensors,
+        with_norm: bool,
+        borrowed: bool = False,
+    ) -> Added:
         norm = norm_of(gradients) if with_norm else None
         if not isinstance(entry, LedgerEntry):
             entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))

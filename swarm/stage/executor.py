@@ -45,8 +45,11 @@ class Outcome(Generic[T]):
 
 #: What a job of each priority is, unless its owner says.
 _KINDS = {
-    Priority.CONTROL: CONTROL, Priority.BACKWARD: "backward", Priority.FORWARD: "forward", Priority.EVALUATION: "evaluation",
-}  # fmt: skip
+    Priority.CONTROL: CONTROL,
+    Priority.BACKWARD: "backward",
+    Priority.FORWARD: "forward",
+    Priority.EVALUATION: "evaluation",
+}
 
 
 @dataclass(slots=True)
@@ -136,9 +139,8 @@ class ThreadExecutor(Executor):
     """
 
     def __init__(
-        self, name: str = "compute", *, prepare: Callable[[], None] | None = None,
-        after_job: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self, name: str = "compute", *, prepare: Callable[[], None] | None = None, after_job: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._num_threads = torch.get_num_threads()
         self._prepare = prepare

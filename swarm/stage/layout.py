@@ -37,8 +37,7 @@ class Layout:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of `flat` [num_elements], one in each parameter's shape."""
         return [
-            flat[start:end].view(shape)
-            for start, end, shape in zip(self.offsets, self.offsets[1:], self.shapes, strict=False)
+            flat[start:end].view(shape) for start, end, shape in zip(self.offsets, self.offsets[1:], self.shapes, strict=False)
         ]
 
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -58,31 +58,46 @@ def memory_of(
     compute = PRECISION_DTYPES[config.precision]
     frozen_bytes = sum(p.numel() * (compute if p.is_floating_point() else p.dtype).itemsize for p in untrained)
     return memory_for(
-        trained, sum(p.numel() for p in untrained), config, frozen_bytes=frozen_bytes,
-        writes_checkpoints=writes_checkpoints, on_cpu=on_cpu, offload=offload,
-    )  # fmt: skip
+        trained,
+        sum(p.numel() for p in untrained),
+        config,
+        frozen_bytes=frozen_bytes,
+        writes_checkpoints=writes_checkpoints,
+        on_cpu=on_cpu,
+        offload=offload,
+    )
 
 
 def memory_for(
-    trained: int, frozen: int, config: RunConfig, *, frozen_bytes: int, writes_checkpoints: bool, on_cpu: bool,
+    trained: int,
+    frozen: int,
+    config: RunConfig,
+    *,
+    frozen_bytes: int,
+    writes_checkpoints: bool,
+    on_cpu: bool,
     offload: bool = False,
-) -> StageMemory:  # fmt: skip
+) -> StageMemory:
     """What training so many parameters takes; see `memory_of`."""
     master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
     size, versions = trained * master.itemsize, 1 + config.delay_steps
     copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
     moments = moments_bytes(trained, config)
     here = 0 if offload else moments
-    return StageMemory(trained, frozen, (
-        ("parameters", versions * size),
-        ("AdamW's moments", here),
-        ("both once more while a step is applied", size + here),
-        ("gradient sums and averages", (versions + KEPT_SUMS) * size),
-        (f"{config.precision} copies", copies),
-        *_kept_back(trained, size, trained * compute.itemsize if copies else 0, config, offload=offload),
-        ("frozen parameters", frozen_bytes),
-        ("writing a checkpoint", max(size, moments) if writes_checkpoints and on_cpu else 0),
-    ))  # fmt: skip
+    return StageMemory(
+        trained,
+        frozen,
+        (
+            ("parameters", versions * size),
+            ("AdamW's moments", here),
+            ("both once more while a step is applied", size + here),
+            ("gradient sums and averages", (versions + KEPT_SUMS) * size),
+            (f"{config.precision} copies", copies),
+            *_kept_back(trained, size, trained * compute.itemsize if copies else 0, config, offload=offload),
+            ("frozen parameters", frozen_bytes),
+            ("writing a checkpoint", max(size, moments) if writes_checkpoints and on_cpu else 0),
+        ),
+    )
 
 
 def _kept_back(trained: int, size: int, copy: int, config: RunConfig, *, offload: bool) -> list[tuple[str, int]]:

@@ -123,9 +123,14 @@ class StreamingFactory(Outlined, Protocol):
 
 
 def is_too_large(
-    name: str, shape: Sequence[int], declared: Mapping[str, tuple[int, ...]], *, is_floating: bool, num_samples: int,
+    name: str,
+    shape: Sequence[int],
+    declared: Mapping[str, tuple[int, ...]],
+    *,
+    is_floating: bool,
+    num_samples: int,
     sequence_length: int,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether no micro-batch has an input or label of this shape.
 
     Args:
@@ -177,8 +182,10 @@ class ParameterSlots:
         #: (the table of one submodule, its key there, the parameter's name); a tied parameter has several.
         self._all: list[tuple[dict[str, Any], str, str]] = [
             (child._parameters, key, names[id(parameter)])
-            for child in module.modules() for key, parameter in child._parameters.items() if parameter is not None
-        ]  # fmt: skip
+            for child in module.modules()
+            for key, parameter in child._parameters.items()
+            if parameter is not None
+        ]
 
     @contextmanager
     def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -78,15 +78,14 @@ class Moments:
 
     def zero(self) -> OptimizerState:
         """Before the first update. On a CPU it takes memory only once it is written to."""
-        return OptimizerState({
-            name: _zeros(layout.num_elements, dtype, self.home) for name, (dtype, layout) in self.entries.items()
-        }, 0)  # fmt: skip
+        return OptimizerState(
+            {name: _zeros(layout.num_elements, dtype, self.home) for name, (dtype, layout) in self.entries.items()}, 0
+        )
 
     def empty(self) -> dict[str, torch.Tensor]:
         """Tensors for a state that is to be written."""
         return {
-            name: empty_flat(layout.num_elements, dtype=dtype, device=self.home)
-            for name, (dtype, layout) in self.entries.items()
+            name: empty_flat(layout.num_elements, dtype=dtype, device=self.home) for name, (dtype, layout) in self.entries.items()
         }
 
     def parts(self, most: int) -> Iterator[MomentSlice]:

@@ -20,9 +20,7 @@ from swarm.stage.moments import FIRST, SECOND, Moments, OptimizerState, square_r
 _CHUNK = {"cpu": 2**16, "cuda": 2**25}
 
 
-def moments_for(
-    config: RunConfig, layout: Layout, *, dtype: torch.dtype, device: str, offload: bool = False
-) -> Moments:
+def moments_for(config: RunConfig, layout: Layout, *, dtype: torch.dtype, device: str, offload: bool = False) -> Moments:
     """How the moments are kept that a stage's peers share. In a local run they are the outer update's, always numbers.
 
     Args:
@@ -42,9 +40,15 @@ def own_moments_for(config: RunConfig, shared: Moments) -> Moments:
 
 
 def adamw(
-    config: RunConfig, moments: Moments, masters: torch.Tensor, gradient: torch.Tensor, state: OptimizerState, *,
-    learning_rate: float, factor: float = 1.0,
-) -> tuple[torch.Tensor, OptimizerState]:  # fmt: skip
+    config: RunConfig,
+    moments: Moments,
+    masters: torch.Tensor,
+    gradient: torch.Tensor,
+    state: OptimizerState,
+    *,
+    learning_rate: float,
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, OptimizerState]:
     """One update.
 
     Args:

@@ -36,9 +36,14 @@ class Replayed:
 
 
 def replay(
-    make: Callable[[int], tuple[StageCompute, Version]], num_stages: int, ticket: Ticket, inputs: Tensors, labels: Tensors, *,
+    make: Callable[[int], tuple[StageCompute, Version]],
+    num_stages: int,
+    ticket: Ticket,
+    inputs: Tensors,
+    labels: Tensors,
+    *,
     codec: Codec,
-) -> Replayed:  # fmt: skip
+) -> Replayed:
     """Forward and backward of one micro-batch.
 
     Args:

@@ -309,9 +309,7 @@ class FaultyNetwork:
 
     async def _connect(self, connection: _Connection) -> None:
         try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: connection.server, connection.target.inside, self._port
-            )
+            await asyncio.get_running_loop().create_connection(lambda: connection.server, connection.target.inside, self._port)
         except OSError:
             connection.close()
             return

@@ -26,12 +26,7 @@ class DatagramLoop(VirtualTimeLoop):
     """
 
     def __init__(
-        self,
-        rng: random.Random,
-        *,
-        latency_s: tuple[float, float] = (0.001, 0.01),
-        drop: float = 0.0,
-        duplicate: float = 0.0,
+        self, rng: random.Random, *, latency_s: tuple[float, float] = (0.001, 0.01), drop: float = 0.0, duplicate: float = 0.0
     ) -> None:
         super().__init__()
         self.rng = rng

@@ -38,12 +38,7 @@ class MemoryDhtNetwork:
     """
 
     def __init__(
-        self,
-        rng: random.Random,
-        *,
-        latency_s: tuple[float, float] = (0.005, 0.02),
-        drop: float = 0.0,
-        duplicate: float = 0.0,
+        self, rng: random.Random, *, latency_s: tuple[float, float] = (0.005, 0.02), drop: float = 0.0, duplicate: float = 0.0
     ) -> None:
         self.rng = rng
         self.verifier = RecordVerifier(capacity=65536)
@@ -229,10 +224,7 @@ class MemoryDht(Dht):
         held = self._records.get(args[0], [])
         if kind == "sample":
             held = self._network.rng.sample(held, min(args[1], len(held)))
-        return [
-            [one.signed.public_key, one.signed.payload, one.signed.signature, self._records.remaining_s(one)]
-            for one in held
-        ]
+        return [[one.signed.public_key, one.signed.payload, one.signed.signature, self._records.remaining_s(one)] for one in held]
 
     async def _ask(self, address: Address, kind: str, *args: Any) -> Any:
         request = umsgpack.packb([kind, self._peer, *self.address, *args])
@@ -288,7 +280,9 @@ class MemoryDht(Dht):
     async def _meet(self, greetings: Sequence[Any]) -> None:
         """Say hello to the unknown nodes that answers to a hello name; those that answer become contacts."""
         named = {
-            peer: Address(host, port) for greeting in greetings for peer, host, port in greeting or ()
+            peer: Address(host, port)
+            for greeting in greetings
+            for peer, host, port in greeting or ()
             if peer not in self._contacts and peer != self._peer and Address(host, port) not in self._lost
         }
         replies = await asyncio.gather(*(self._ask(address, "hello") for address in named.values()))
@@ -300,9 +294,7 @@ class MemoryDht(Dht):
         """Look for a first contact for ever; else probe the silent, exchange contacts, hand records to newcomers."""
         while True:
             lonely = not self._contacts
-            await asyncio.sleep(
-                self._bootstrap_retry_s if lonely else self._refresh_s * self._network.rng.uniform(0.8, 1.2)
-            )
+            await asyncio.sleep(self._bootstrap_retry_s if lonely else self._refresh_s * self._network.rng.uniform(0.8, 1.2))
             known = set(self._contacts.values())
             tried = [address for address in self._bootstrap if address not in known]
             tried += self._sample([address for address in self._lost if address not in known], 4)

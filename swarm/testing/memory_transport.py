@@ -19,17 +19,7 @@ from typing import Any
 
 from swarm.base.errors import ConfigError, LinkBroken, RemoteProtocolError, Unreachable
 from swarm.base.ids import Address
-from swarm.net.exchange import (
-    MAX_HEARTBEAT_BYTES,
-    Admission,
-    Beating,
-    Bounds,
-    ProgressTimeout,
-    Waiting,
-    answer,
-    cancel,
-    parts_of,
-)
+from swarm.net.exchange import MAX_HEARTBEAT_BYTES, Admission, Beating, Bounds, ProgressTimeout, Waiting, answer, cancel, parts_of
 from swarm.net.transport import Handler, Progress, Transport
 from swarm.testing.memory_links import SimulatedLinks
 from swarm.wire.framing import Frame, decode, encode
@@ -300,9 +290,7 @@ class MemoryTransport(Transport):
         if handlers:
             await asyncio.wait(handlers)
 
-    async def call(
-        self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None
-    ) -> Frame:
+    async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
         data = b"".join(parts_of(request))
         what = f"{request.message.kind} to {address}"
         await self._network.awake(self._address)

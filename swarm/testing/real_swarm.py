@@ -23,11 +23,18 @@ START_S = 180.0
 def tiny_config(**changes: Any) -> RunConfig:
     """So small that a step takes a moment, in fp64 without compression: losses can be compared to the last digits."""
     base: dict[str, Any] = {
-        "name": "tiny", "model": "llama-tiny",
+        "name": "tiny",
+        "model": "llama-tiny",
         "model_options": {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 2},
-        "num_stages": 2, "sequence_length": 16, "micro_batch_size": 2, "target_batch_size": 16, "precision": "fp64",
-        "compression": "none", "eval_samples": 0, "lr_schedule": "constant",
-    }  # fmt: skip
+        "num_stages": 2,
+        "sequence_length": 16,
+        "micro_batch_size": 2,
+        "target_batch_size": 16,
+        "precision": "fp64",
+        "compression": "none",
+        "eval_samples": 0,
+        "lr_schedule": "constant",
+    }
     return RunConfig(**{**base, **changes})
 
 
@@ -75,9 +82,7 @@ class RealSwarm:
         for index in range(trainers):
             await self.spawn(f"trainer-{index}", "trainer", *(["--metrics", self.metrics] if index == 0 else []))
 
-    async def spawn(
-        self, name: str, role: str, *words: object, entry: str | None = None, join: Address | None = None
-    ) -> Child:
+    async def spawn(self, name: str, role: str, *words: object, entry: str | None = None, join: Address | None = None) -> Child:
         """Start `name`, for the first time or again with the same state directory; `entry` in place of the launcher.
 
         It joins through `join`, which need not be up, or through the backbone; the backbone creates the run.

@@ -199,7 +199,9 @@ class Shaper:
     def __init__(self, lines: Sequence[Line], port: int) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, json.dumps([asdict(line) for line in lines]), str(port)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._read()
 

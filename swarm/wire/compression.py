@@ -33,14 +33,26 @@ TensorRole = Literal["input", "label", "grad", "state"]
 CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "rotated8"}
 #: `RunConfig.average_compression` -> codec of the slices of averages.
 AVERAGE_CODECS: dict[str, Codec] = {
-    "none": "raw", "fp16": "scaled16", "bf16": "bf16", "8bit": "scaled8", "int8": "int8", "uniform8": "uniform8",
-}  # fmt: skip
+    "none": "raw",
+    "fp16": "scaled16",
+    "bf16": "bf16",
+    "8bit": "scaled8",
+    "int8": "int8",
+    "uniform8": "uniform8",
+}
 
 _DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "int64": torch.int64, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
     "bool": torch.bool,
-}  # fmt: skip
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _SCALED = ("rotated8", "scaled8")
@@ -205,9 +217,7 @@ def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tenso
     end = flat.numel() * dtype.itemsize
     coded = torch.empty(end + 4 * -(-flat.numel() // BLOCK_SIZE), dtype=torch.uint8, device=flat.device)
     steps = []
-    for values, out in zip(
-        rows_of(flat, BLOCK_SIZE), rows_of(coded[:end].view(dtype), BLOCK_SIZE), strict=True
-    ):
+    for values, out in zip(rows_of(flat, BLOCK_SIZE), rows_of(coded[:end].view(dtype), BLOCK_SIZE), strict=True):
         top = torch.maximum(values.amax(dim=1), -values.amin(dim=1))  # half the time of abs().amax()
         is_zero = top < _NOTHING  # false for NaN, which the steps show
         steps.append(torch.where(is_zero, 0.0, top / largest))

@@ -32,9 +32,17 @@ MAX_AUXILIARIES = 64
 MAX_SPARSE_ELEMENTS = 2**22
 
 DTYPE_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 Codec = Literal["raw", "fp16", "bf16", "rotated8", "scaled8", "int8", "scaled16", "uniform8", "sparse4"]
 
 PeerIdField = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
@@ -59,9 +67,7 @@ def num_scaled_bytes(num_elements: int) -> int:
 class Piece(BaseModel):
     """Base of everything inside a message."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True)
 
 
 class TensorSpec(Piece):
@@ -892,18 +898,81 @@ class StateChunk(Message):
 
 AnyMessage = Annotated[
     Union[
-        Heartbeat, Refusal, Ack, Hello, RunInfo, Status, StatusReply,
-        Train, Trained, Claim, Claimed, Revoke, Revoked, Gather, Gathered, Collect, Collected,
-        AllReduce, AllReduced, Assist, Assisting, Reduce, Reduced, Slice, ReducedSlice, FetchTied, Holdings, Held, FetchSum,
-        SumCopy, Commit, Join, Joining, Place, Placed, Operate, Operated, Elect, Elected, Lease, Leased, Evaluated,
-        StateOffer, StateManifest, StateRange, StateChunk,
+        Heartbeat,
+        Refusal,
+        Ack,
+        Hello,
+        RunInfo,
+        Status,
+        StatusReply,
+        Train,
+        Trained,
+        Claim,
+        Claimed,
+        Revoke,
+        Revoked,
+        Gather,
+        Gathered,
+        Collect,
+        Collected,
+        AllReduce,
+        AllReduced,
+        Assist,
+        Assisting,
+        Reduce,
+        Reduced,
+        Slice,
+        ReducedSlice,
+        FetchTied,
+        Holdings,
+        Held,
+        FetchSum,
+        SumCopy,
+        Commit,
+        Join,
+        Joining,
+        Place,
+        Placed,
+        Operate,
+        Operated,
+        Elect,
+        Elected,
+        Lease,
+        Leased,
+        Evaluated,
+        StateOffer,
+        StateManifest,
+        StateRange,
+        StateChunk,
     ],
     Field(discriminator="kind"),
-]  # fmt: skip
+]
 MESSAGE_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 #: Kinds that ask for something; all others are replies.
-REQUEST_KINDS = frozenset({
-    "hello", "status", "train", "claim", "revoke", "gather", "collect", "average", "assist", "reduce", "slice", "fetch_tied",
-    "holdings", "fetch_average", "commit", "join", "place", "operate", "elect", "lease", "evaluated", "state_offer",
-    "state_range",
-})  # fmt: skip
+REQUEST_KINDS = frozenset(
+    {
+        "hello",
+        "status",
+        "train",
+        "claim",
+        "revoke",
+        "gather",
+        "collect",
+        "average",
+        "assist",
+        "reduce",
+        "slice",
+        "fetch_tied",
+        "holdings",
+        "fetch_average",
+        "commit",
+        "join",
+        "place",
+        "operate",
+        "elect",
+        "lease",
+        "evaluated",
+        "state_offer",
+        "state_range",
+    }
+)

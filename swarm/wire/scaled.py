@@ -152,9 +152,7 @@ def decode(
         some, first = integers[start : start + piece].float(), start // SUB_BLOCK_SIZE
         unit = units[first : first + -(-len(some) // SUB_BLOCK_SIZE)]
         goals = rows_of(flat[start : start + piece], SUB_BLOCK_SIZE)
-        for rows, of_row, goal in zip(
-            rows_of(some, SUB_BLOCK_SIZE), split(unit, some, SUB_BLOCK_SIZE), goals, strict=True
-        ):
+        for rows, of_row, goal in zip(rows_of(some, SUB_BLOCK_SIZE), split(unit, some, SUB_BLOCK_SIZE), goals, strict=True):
             if rotated and rows.shape[1] == SUB_BLOCK_SIZE:
                 rows = torch.mm(rows, matrix, out=goal if dtype == torch.float32 else None)
             torch.mul(rows, of_row.unsqueeze(1), out=goal)

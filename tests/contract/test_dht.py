@@ -25,12 +25,29 @@ from swarm.wire.records import PeerRecord, SignedRecord
 KEY = "5" * 64 + "/stage/1"
 
 
-def signed(identity: Identity, *, key: str = KEY, ttl_s: float = 60.0, sequence: int | None = None, port: int = 4000,
-           incarnation: int = 1) -> SignedRecord:
-    return identity.sign_record(key, PeerRecord(
-        peer=identity.peer_id, incarnation=f"{incarnation:016x}", role="stage", host="127.0.0.1", port=port,
-        ttl_s=ttl_s, sequence=identity.next_sequence() if sequence is None else sequence, stage=1, step=7,
-    ))
+def signed(
+    identity: Identity,
+    *,
+    key: str = KEY,
+    ttl_s: float = 60.0,
+    sequence: int | None = None,
+    port: int = 4000,
+    incarnation: int = 1,
+) -> SignedRecord:
+    return identity.sign_record(
+        key,
+        PeerRecord(
+            peer=identity.peer_id,
+            incarnation=f"{incarnation:016x}",
+            role="stage",
+            host="127.0.0.1",
+            port=port,
+            ttl_s=ttl_s,
+            sequence=identity.next_sequence() if sequence is None else sequence,
+            stage=1,
+            step=7,
+        ),
+    )
 
 
 def forged(record: SignedRecord) -> SignedRecord:
@@ -263,8 +280,11 @@ def test_a_forged_record_is_refused_at_its_writer(run):
     async def scenario(world: World) -> None:
         (identity, node), (_, other) = await world.spawn(2)
         record = signed(identity)
-        for bad in (forged(record), signed(identity, key="another key"),
-                    SignedRecord(record.public_key, bytes(2000), record.signature)):
+        for bad in (
+            forged(record),
+            signed(identity, key="another key"),
+            SignedRecord(record.public_key, bytes(2000), record.signature),
+        ):
             with pytest.raises(ValueError):
                 await node.publish(KEY, bad)
         assert await other.lookup(KEY) == []

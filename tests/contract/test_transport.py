@@ -77,9 +77,7 @@ class MemoryWorld(HttpWorld):
     async def transport(self, handler: Handler | None = None, **options: Any) -> MemoryTransport:  # type: ignore[override]
         self._num += 1
         transport = MemoryTransport(
-            self.network,
-            Address(f"peer{self._num}", 1),
-            **{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **options},
+            self.network, Address(f"peer{self._num}", 1), **{"connect_s": CONNECT_S, "heartbeat_s": HEARTBEAT_S, **options}
         )
         self._open.append(transport)
         await transport.start(handler or echo)
@@ -246,6 +244,7 @@ def test_a_followed_counter_is_told_to_the_caller(world: HttpWorld) -> None:
 
 def test_a_server_counts_the_bytes_of_large_requests_and_answers_that_it_serves(world: HttpWorld) -> None:
     """What a handler that waits for others' requests follows; heartbeats and short requests are no movement."""
+
     async def main() -> None:
         server, client = await world.transport(), await world.transport()
         for _ in range(50):
@@ -425,9 +424,7 @@ def test_requests_over_a_bound_are_refused_and_the_next_one_works(world: HttpWor
         assert refused.message.code == "bad_request"
         assert "over this peer's limit of 1048576" in refused.message.reason
 
-        held = [
-            asyncio.create_task(client.call(server.address, tensor_frame(900_000), stall_s=PATIENT_S)) for _ in range(2)
-        ]
+        held = [asyncio.create_task(client.call(server.address, tensor_frame(900_000), stall_s=PATIENT_S)) for _ in range(2)]
         assert await settled(lambda: server.held_bytes > 1_800_000)
         refused = await client.call(server.address, tensor_frame(900_000), stall_s=PATIENT_S)
         assert refused.message.code == "busy", "a third body would be over max_inflight_bytes"

@@ -27,9 +27,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("fine_tune") / "model"
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=300, hidden_size=48, num_hidden_layers=4, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=48,
+        num_hidden_layers=4,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory, max_shard_size="60KB")
     write_chat_tokenizer(directory)
     return directory
@@ -67,10 +74,31 @@ def test_a_fine_tuned_model_loads_elsewhere_with_the_same_loss(
     torch.set_num_threads(1)
     state, metrics, out = tmp_path / "state", tmp_path / "metrics.jsonl", tmp_path / "exported"
     command = launcher(
-        "local", "--model", model, "--data", chat, *lora, "--stages", 2, "--peers-per-stage", 1, "--steps", 8,
-        "--sequence-length", 48, "--compression", "none", "--learning-rate", "1e-2", "--state-dir", state,
-        "--metrics", metrics, "--log-format", "json",
-    )  # fmt: skip
+        "local",
+        "--model",
+        model,
+        "--data",
+        chat,
+        *lora,
+        "--stages",
+        2,
+        "--peers-per-stage",
+        1,
+        "--steps",
+        8,
+        "--sequence-length",
+        48,
+        "--compression",
+        "none",
+        "--learning-rate",
+        "1e-2",
+        "--state-dir",
+        state,
+        "--metrics",
+        metrics,
+        "--log-format",
+        "json",
+    )
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]

@@ -31,7 +31,9 @@ def losses(directory: Path, device: str, *argv: object, **variables: str) -> tup
 @pytest.mark.parametrize(
     "argv",
     [
-        (), ("--delay-steps", 1), ("--frozen", "model.layers.0.*", "--compression", "bf16"),
+        (),
+        ("--delay-steps", 1),
+        ("--frozen", "model.layers.0.*", "--compression", "bf16"),
         # In order, since each micro-batch meets a copy that those before have moved.
         ("--mode", "local", "--inner-batch-size", 16, "--trainers", 1, "--in-flight", 1),
     ],
@@ -48,15 +50,21 @@ def test_a_gpu_trains_as_a_cpu_does(argv: tuple[object, ...], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("device", "shortened", "kind", "other", "tolerances"),
     [
-        ("cpu", "0", "cpu", "cuda:0", (1e-3, 6.4e-3)), ("cuda:0", "0", "cuda", "cpu", (1e-3, 6.4e-3)),
+        ("cpu", "0", "cpu", "cuda:0", (1e-3, 6.4e-3)),
+        ("cuda:0", "0", "cuda", "cpu", (1e-3, 6.4e-3)),
         ("cuda:0", "1", "cuda-tf32", "cpu", (1e-3, 6.4e-3)),
     ],
     ids=["cpu", "gpu", "gpu with TF32"],
-)  # fmt: skip
+)
 def test_a_ticket_is_replayed_on_the_kind_of_device_that_computed_it_and_another_accuses_nobody(
-    device: str, shortened: str, kind: str, other: str, tolerances: tuple[float, float], tmp_path: Path,
+    device: str,
+    shortened: str,
+    kind: str,
+    other: str,
+    tolerances: tuple[float, float],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     losses(tmp_path, device, "--precision", "fp32", "--compression", "8bit", TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=shortened)
     argv = ["--checkpoints", str(tmp_path / device[:4]), "--step", "1", "--log-format", "json"]
     try:

@@ -18,15 +18,25 @@ from swarm.testing.processes import environment
 
 REPOSITORY = "owner/small-model"
 OPTIONS = {
-    "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False, "bos_token_id": None,
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
     "eos_token_id": None,
-}  # fmt: skip
+}
 SHAPES = {
-    "input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,), "mlp.up_proj.weight": (24, 16),
-    "mlp.gate_proj.weight": (24, 16), "mlp.down_proj.weight": (16, 24),
+    "input_layernorm.weight": (16,),
+    "post_attention_layernorm.weight": (16,),
+    "mlp.up_proj.weight": (24, 16),
+    "mlp.gate_proj.weight": (24, 16),
+    "mlp.down_proj.weight": (16, 24),
     **{f"self_attn.{name}_proj.weight": (16, 16) for name in "qkvo"},
-}  # fmt: skip
+}
 
 CREATE = """
 import sys
@@ -77,18 +87,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer")
     vocab = {"<unk>": 0, **{chr(97 + i): 1 + i for i in range(26)}}
-    (directory / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None, "decoder": None,
-        "pre_tokenizer": {"type": "Whitespace"}, "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
-    }))  # fmt: skip
+    (directory / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "normalizer": None,
+                "post_processor": None,
+                "decoder": None,
+                "pre_tokenizer": {"type": "Whitespace"},
+                "added_tokens": [],
+                "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+            }
+        )
+    )
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory
 
 
 def python(code: str, hub: HubStandIn, cache: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    env = {**environment(), "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(cache), "OMP_NUM_THREADS": "1",
-           "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env = {
+        **environment(),
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     command = [sys.executable, "-W", "ignore", "-c", code, *argv]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
 
@@ -108,8 +134,9 @@ def test_a_hub_id_fetches_only_the_shards_of_the_stage(model: Path, tokenizer: P
         loaded = python(LOAD, hub, tmp_path / "peer", *wanted)
         assert loaded.returncode == 0, loaded.stderr
         assert sorted(name for name in hub.fetched if name.startswith("model-")) == [
-            "model-00003-of-00004.safetensors", "model-00004-of-00004.safetensors",
-        ]  # fmt: skip
+            "model-00003-of-00004.safetensors",
+            "model-00004-of-00004.safetensors",
+        ]
         values, refused, unknown = loaded.stdout.splitlines()
         layer = load_file(model / "model-00003-of-00004.safetensors")["model.layers.1.mlp.up_proj.weight"]
         version_id = load_file(model / "model-00004-of-00004.safetensors")["lm_head.weight"]

@@ -21,8 +21,15 @@ def started(directory: Path, name: str, module: str, *argv: object) -> Iterator[
     """A launcher in the background and the file it prints to; ended with the block."""
     out = directory / f"{name}.out"
     with out.open("w") as file:
-        process = subprocess.Popen(launcher(module, *argv), stdin=subprocess.DEVNULL, stdout=file,
-                                   stderr=subprocess.STDOUT, text=True, cwd=directory, env=environment())
+        process = subprocess.Popen(
+            launcher(module, *argv),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=directory,
+            env=environment(),
+        )
     try:
         yield process, out
     finally:
@@ -55,21 +62,43 @@ def test_three_launchers_by_hand_make_a_swarm(tmp_path: Path) -> None:
         )
         join = ["--join", address_of(backbone, backbone_out), *here]
         stages = [
-            stack.enter_context(started(tmp_path, f"stage-{n}", "stage", *join, "--stage", choice, "--threads", 1,
-                                        "--state-dir", tmp_path / f"stage-{n}"))
+            stack.enter_context(
+                started(
+                    tmp_path,
+                    f"stage-{n}",
+                    "stage",
+                    *join,
+                    "--stage",
+                    choice,
+                    "--threads",
+                    1,
+                    "--state-dir",
+                    tmp_path / f"stage-{n}",
+                )
+            )
             for n, choice in enumerate(["0"])
         ]
         address_of(*stages[0])
-        stages.append(stack.enter_context(started(
-            tmp_path, "stage-1", "stage", *join, "--stage", "auto", "--threads", 1, "--state-dir", tmp_path / "stage-1"
-        )))
+        stages.append(
+            stack.enter_context(
+                started(
+                    tmp_path, "stage-1", "stage", *join, "--stage", "auto", "--threads", 1, "--state-dir", tmp_path / "stage-1"
+                )
+            )
+        )
         address_of(*stages[1])
         assert "serving stage 1 of run" in stages[1][1].read_text(), "auto takes the stage without peers"
-        trainer, trainer_out = stack.enter_context(started(
-            tmp_path, "trainer", "trainer", *join, "--data", "text.txt", "--metrics", metrics
-        ))
-        status = subprocess.run(launcher("status", join[1], "--log-format", "json"), capture_output=True, text=True,
-                                env=environment(), check=True, cwd=tmp_path)
+        trainer, trainer_out = stack.enter_context(
+            started(tmp_path, "trainer", "trainer", *join, "--data", "text.txt", "--metrics", metrics)
+        )
+        status = subprocess.run(
+            launcher("status", join[1], "--log-format", "json"),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            check=True,
+            cwd=tmp_path,
+        )
         replies = json.loads(status.stdout)["peers"]
         assert all(0 <= reply["detail"]["loop_late_ms"] < 60_000 for reply in replies), "each tells how late its loop comes"
         asked = replies[0]
@@ -82,8 +111,14 @@ def test_three_launchers_by_hand_make_a_swarm(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=15.0) == 0, out.read_text()
     checkpoints = [tmp_path / "stage-0", tmp_path / "stage-1"]
-    exported = subprocess.run(launcher("export", "--checkpoints", *checkpoints, "--out", tmp_path / "model"),
-                              capture_output=True, text=True, env=environment(), check=False, cwd=tmp_path)
+    exported = subprocess.run(
+        launcher("export", "--checkpoints", *checkpoints, "--out", tmp_path / "model"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        cwd=tmp_path,
+    )
     assert exported.returncode == 0, exported.stderr
     assert (tmp_path / "model" / "config.json").is_file()
 
@@ -94,8 +129,15 @@ def test_a_trainer_with_other_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     with started(tmp_path, "backbone", "backbone", "--run", "run.toml", "--host", "127.0.0.1") as (backbone, out):
         join = ["--join", address_of(backbone, out), "--host", "127.0.0.1"]
-        refused = subprocess.run(launcher("trainer", *join, "--data", "other.txt"), capture_output=True, text=True,
-                                 env=environment(), check=False, cwd=tmp_path, timeout=START_S)
+        refused = subprocess.run(
+            launcher("trainer", *join, "--data", "other.txt"),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            check=False,
+            cwd=tmp_path,
+            timeout=START_S,
+        )
     assert refused.returncode == 2
     lines = refused.stderr.splitlines()
     assert len(lines) == 1, lines

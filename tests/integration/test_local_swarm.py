@@ -30,8 +30,14 @@ class Swarm:
         self.out, self.err = directory / "out.txt", directory / "err.txt"
         command = launcher("local", "--state-dir", self.state_dir, *argv)
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory,
-                                            env={**environment(), "TMPDIR": str(self.tmp)})
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=directory,
+                env={**environment(), "TMPDIR": str(self.tmp)},
+            )
 
     def __enter__(self) -> Swarm:
         return self
@@ -43,6 +49,7 @@ class Swarm:
 
     def until(self, text: str) -> None:
         """Wait until `text` was printed."""
+
         def printed() -> bool:
             assert self.process.poll() is None or text in self.out.read_text(), f"it ended: {self.err.read_text()}"
             return text in self.out.read_text()
@@ -142,7 +149,9 @@ def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--stages", 7], "--stages 7"), (["--model", "nonsense"], "nonsense"), (["--port", "{taken}"], "{taken}"),
+        (["--stages", 7], "--stages 7"),
+        (["--model", "nonsense"], "nonsense"),
+        (["--port", "{taken}"], "{taken}"),
         (["--device", "cuda:7"], "--device cuda:7"),
     ],
 )

@@ -50,9 +50,7 @@ def _url_of(address: Address) -> yarl.URL:
 class HttpClient:
     """Connections to any number of servers."""
 
-    def __init__(
-        self, *, connect_s: float, moving_s: float, max_body_bytes: int, allocate: Callable[[int], memoryview],
-    ) -> None:  # fmt: skip
+    def __init__(self, *, connect_s: float, moving_s: float, max_body_bytes: int, allocate: Callable[[int], memoryview]) -> None:
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
         self._allocate = allocate
@@ -117,9 +115,7 @@ class HttpClient:
     async def _result(self, body: Body, progress_timeout: ProgressTimeout, progress: Progress) -> Frame:
         """Read frames until the first that is no heartbeat."""
         loop = asyncio.get_running_loop()
-        reader = FrameReader(
-            body, progress_timeout, progress, max_body_bytes=self._max_body_bytes, allocate=self._allocate
-        )
+        reader = FrameReader(body, progress_timeout, progress, max_body_bytes=self._max_body_bytes, allocate=self._allocate)
         counter = 0
         while True:
             frame = await reader.read()
@@ -134,7 +130,9 @@ class HttpClient:
 class _Upload(aiohttp.Payload):
     """The body of one request: pieces of its parts, uncopied, counted as they leave."""
 
-    def __init__(self, parts: Sequence[memoryview], progress_timeout: ProgressTimeout, progress: Progress, links: SocketLinks) -> None:
+    def __init__(
+        self, parts: Sequence[memoryview], progress_timeout: ProgressTimeout, progress: Progress, links: SocketLinks
+    ) -> None:
         super().__init__(parts)
         self._size = sum(len(part) for part in parts)
         self._parts = parts

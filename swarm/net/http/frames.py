@@ -65,9 +65,14 @@ class FrameReader:
     """Reads frames from a body, and counts what moves."""
 
     def __init__(
-        self, body: Body, progress_timeout: ProgressTimeout, progress: Progress, *, max_body_bytes: int,
+        self,
+        body: Body,
+        progress_timeout: ProgressTimeout,
+        progress: Progress,
+        *,
+        max_body_bytes: int,
         allocate: Callable[[int], memoryview],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._body = body
         self._progress_timeout = progress_timeout
         self._progress = progress

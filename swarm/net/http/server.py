@@ -78,9 +78,14 @@ class HttpServer:
     """Serves one listening socket."""
 
     def __init__(
-        self, handler: Handler, admission: Admission, limits: ServerLimits, *, allocate: Callable[[int], memoryview],
+        self,
+        handler: Handler,
+        admission: Admission,
+        limits: ServerLimits,
+        *,
+        allocate: Callable[[int], memoryview],
         served: Progress,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._handler = handler
         self._admission = admission
         self._limits = limits
@@ -144,9 +149,12 @@ class HttpServer:
             progress = Progress((request.remote or "").removeprefix("::ffff:"), among=self._served)
             progress_timeout = ProgressTimeout(stall_s=self._limits.moving_s, window_s=self._limits.moving_s)
             reader = FrameReader(
-                Body(request.content), progress_timeout, progress, max_body_bytes=self._admission.max_body_bytes,
+                Body(request.content),
+                progress_timeout,
+                progress,
+                max_body_bytes=self._admission.max_body_bytes,
                 allocate=self._allocate,
-            )  # fmt: skip
+            )
             received = asyncio.Event()
             loop = asyncio.get_running_loop()
 
@@ -182,9 +190,7 @@ class HttpServer:
             raise _Refused(429 if refusal.code == "busy" else 413, refusal)
         return num_bytes
 
-    async def _work(
-        self, reader: FrameReader, num_bytes: int, received: asyncio.Event, progress: Progress
-    ) -> list[memoryview]:
+    async def _work(self, reader: FrameReader, num_bytes: int, received: asyncio.Event, progress: Progress) -> list[memoryview]:
         try:
             frame = await reader.read(whole=num_bytes)
         except RemoteProtocolError as error:

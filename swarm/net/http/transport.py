@@ -59,7 +59,9 @@ class HttpTransport(Transport):
         bounds = bounds or Bounds()
         self._admission = Admission(bounds)
         self._limits = ServerLimits(
-            heartbeat_s=heartbeat_s, header_s=header_s, moving_s=moving_s,
+            heartbeat_s=heartbeat_s,
+            header_s=header_s,
+            moving_s=moving_s,
             max_connections=min(4 * bounds.max_open_requests, most_connections()),
         )
         self._client = HttpClient(
@@ -95,9 +97,7 @@ class HttpTransport(Transport):
         if self._sock is None:
             self._sock = bind_tcp(*self._address)
         self._address = Address(self._address.host, self._sock.getsockname()[1])
-        self._server = HttpServer(
-            handler, self._admission, self._limits, allocate=lambda n: self.allocate(n), served=self.served
-        )
+        self._server = HttpServer(handler, self._admission, self._limits, allocate=lambda n: self.allocate(n), served=self.served)
         await self._server.start(self._sock)
         self._loop_meter.start()
 
@@ -112,9 +112,7 @@ class HttpTransport(Transport):
             self._sock.close()
         await self._client.close()
 
-    async def call(
-        self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None
-    ) -> Frame:
+    async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
         what = f"{request.message.kind} to {address}"
         if self._closed:
             raise Unreachable(f"{what}: this peer's transport is closed")

@@ -76,8 +76,11 @@ class Answers:
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         return {
-            "ping": self.ping, "find_node": self.find_node, "find_value": self.find_value,
-            "sample": self.sample, "store": self.store,
+            "ping": self.ping,
+            "find_node": self.find_node,
+            "find_value": self.find_value,
+            "sample": self.sample,
+            "store": self.store,
         }
 
     def ping(self, sender: Node) -> bytes:

@@ -92,8 +92,7 @@ class NearestCrawl(SpiderCrawl):
                     break
                 due = [question.given_up_at if question.is_late else question.late_at for question in hopeful]
                 done, _ = await asyncio.wait(
-                    self._in_flight, timeout=max(0.0, min(due) - now) if due else None,
-                    return_when=asyncio.FIRST_COMPLETED,
+                    self._in_flight, timeout=max(0.0, min(due) - now) if due else None, return_when=asyncio.FIRST_COMPLETED
                 )
                 for future in done:
                     self._accept(self._in_flight.pop(future).node, future.result())

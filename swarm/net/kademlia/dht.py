@@ -89,12 +89,19 @@ class KademliaDht(Dht):
             self._sock = bind_udp(*self._bind)
         self._address = Address(*self._sock.getsockname()[:2])
         storage = RecordStorage(
-            now=self._clock or asyncio.get_running_loop().time, verifier=self._verifier, limits=self._limits,
+            now=self._clock or asyncio.get_running_loop().time,
+            verifier=self._verifier,
+            limits=self._limits,
             counters=self._counters,
         )
         self._server = RecordServer(
-            self._identity.private_key, storage=storage, verifier=self._verifier, counters=self._counters,
-            timing=self._timing, replication=self._replication, rng=random.Random(self._identity.peer_id),
+            self._identity.private_key,
+            storage=storage,
+            verifier=self._verifier,
+            counters=self._counters,
+            timing=self._timing,
+            replication=self._replication,
+            rng=random.Random(self._identity.peer_id),
             on_refresh=self._remember_contacts,
         )
         remembered = self._contact_file.load() if self._contact_file is not None else []

@@ -88,7 +88,8 @@ class Lookups:
     async def nearest(self, target: Node, width: int) -> list[Node]:
         """The nodes nearest to `target` that answer, this one not among them."""
         return await self._crawl(
-            target, width,
+            target,
+            width,
             ask=lambda node: self._protocol.call_find_node(node, target),
             read=lambda node, body: self._read(wire.unpack_nodes, body),
         )
@@ -114,12 +115,12 @@ class Lookups:
             return page.nodes
 
         nearest = await self._crawl(
-            Node(digest(key)), max(1, self._replication // _READ_PART),
-            ask=lambda node: self._protocol.call_find_value(node, key, b"", with_nodes=True), read=read,
+            Node(digest(key)),
+            max(1, self._replication // _READ_PART),
+            ask=lambda node: self._protocol.call_find_value(node, key, b"", with_nodes=True),
+            read=read,
         )
-        await asyncio.gather(
-            *(self._read_on(node, key, unread[node.id], merge) for node in nearest if node.id in unread)
-        )
+        await asyncio.gather(*(self._read_on(node, key, unread[node.id], merge) for node in nearest if node.id in unread))
         return list(merge.records.values())
 
     async def sample(self, key: str, num_peers: int) -> list[PeerRecord]:
@@ -134,8 +135,10 @@ class Lookups:
             return sample.nodes
 
         nearest = await self._crawl(
-            Node(digest(key)), self._replication,
-            ask=lambda node: self._protocol.call_sample(node, key, with_nodes=True), read=read,
+            Node(digest(key)),
+            self._replication,
+            ask=lambda node: self._protocol.call_sample(node, key, with_nodes=True),
+            read=read,
         )
         most_held = max((samples[node.id].num_held for node in nearest), default=0)
         if most_held <= _READ_WHOLE * num_peers:
@@ -176,12 +179,7 @@ class Lookups:
     # Parts of a lookup
 
     async def _crawl(
-        self,
-        target: Node,
-        width: int,
-        *,
-        ask: Callable[[Node], ReplyFuture],
-        read: Callable[[Node, Any], list[Node] | None],
+        self, target: Node, width: int, *, ask: Callable[[Node], ReplyFuture], read: Callable[[Node, Any], list[Node] | None]
     ) -> list[Node]:
         def read_usable(node: Node, body: Any) -> list[Node] | None:
             nodes = read(node, body)
@@ -189,9 +187,7 @@ class Lookups:
 
         neighbors = self._protocol.router.find_neighbors(target)
         peers: list[Node] = [node for node in neighbors if not self._protocol.seems_dead(node)] or [*neighbors]
-        crawl = NearestCrawl(
-            self._protocol, target, peers, width, self._alpha, late_s=self._late_s, ask=ask, read=read_usable
-        )
+        crawl = NearestCrawl(self._protocol, target, peers, width, self._alpha, late_s=self._late_s, ask=ask, read=read_usable)
         nearest = await crawl.find()
         self._counters["crawls"] += 1
         self._counters["crawl_hops"] += crawl.num_hops
@@ -204,8 +200,10 @@ class Lookups:
     def _usable(self, teller: Node, nodes: Sequence[Node]) -> list[Node]:
         """Those of `nodes` that can be asked and do not seem dead: others may not have noticed yet."""
         return [
-            node for node in nodes
-            if self._protocol.socket.reaches(node.ip) and plausible_for(node.ip, teller.ip)
+            node
+            for node in nodes
+            if self._protocol.socket.reaches(node.ip)
+            and plausible_for(node.ip, teller.ip)
             and not self._protocol.seems_dead(node)
         ]
 

@@ -204,8 +204,7 @@ class RecordStorage(IStorage):
         heapq.heappush(self._expiries, (held.expires_at, key, peer))
         if len(self._expiries) > 2 * self._num_records + 64:
             self._expiries = [
-                (held.expires_at, key, peer)
-                for key, records in self._keys.items() for peer, held in records.held.items()
+                (held.expires_at, key, peer) for key, records in self._keys.items() for peer, held in records.held.items()
             ]
             heapq.heapify(self._expiries)
 
@@ -257,10 +256,7 @@ class RecordStorage(IStorage):
 
     def _soonest(self, candidates: Collection[tuple[str, PeerId]]) -> tuple[float, str, PeerId]:
         """The first to expire of `candidates`; of very many, of those held for longest."""
-        return min(
-            (self._keys[key].held[peer].expires_at, key, peer)
-            for key, peer in itertools.islice(candidates, _VERY_MANY)
-        )
+        return min((self._keys[key].held[peer].expires_at, key, peer) for key, peer in itertools.islice(candidates, _VERY_MANY))
 
     def _first_to_expire(self) -> tuple[float, str, PeerId]:
         while True:
@@ -279,12 +275,8 @@ class RecordStorage(IStorage):
             sequence, forget_at = self._expired.pop((key, peer), (-1, expires_at))
             if forget_at <= expires_at:
                 sequence, forget_at = -1, expires_at
-            self._expired[key, peer] = (
-                max(sequence, record.sequence), max(forget_at, expires_at + record.ttl_s)
-            )
-        while self._expired and (
-            len(self._expired) > self._limits.expired or next(iter(self._expired.values()))[1] <= now
-        ):
+            self._expired[key, peer] = (max(sequence, record.sequence), max(forget_at, expires_at + record.ttl_s))
+        while self._expired and (len(self._expired) > self._limits.expired or next(iter(self._expired.values()))[1] <= now):
             self._expired.popitem(last=False)
 
     def find(self, key: str, peer: PeerId) -> StoredRecord | None:
@@ -312,9 +304,7 @@ class RecordStorage(IStorage):
             chosen.append(held)
         return chosen, False
 
-    def sample(
-        self, key: str, rng: random.Random, max_bytes: int, overhead_bytes: int
-    ) -> tuple[list[StoredRecord], int]:
+    def sample(self, key: str, rng: random.Random, max_bytes: int, overhead_bytes: int) -> tuple[list[StoredRecord], int]:
         """Records of peers drawn evenly, while they fit `max_bytes`; and how many peers there are to draw from."""
         self.expire()
         records = self._keys.get(key)

@@ -106,7 +106,8 @@ class LiveRoutingTable(RoutingTable):
     def find_neighbors(self, node: Node, k: int | None = None, exclude: Node | None = None) -> list[Contact]:
         """The `k` contacts nearest to `node`, from all buckets; silent ones only if there is no other."""
         contacts = [
-            contact for contact in self.contacts()
+            contact
+            for contact in self.contacts()
             if contact.id != node.id and (exclude is None or not contact.same_home_as(exclude))
         ]
         return heapq.nsmallest(

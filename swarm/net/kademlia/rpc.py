@@ -73,8 +73,7 @@ class RecordProtocol(KademliaProtocol):
         self._private_key = private_key
         self._timing = timing
         self.known = KnownAddresses(
-            least_s=timing.least_wait_s, most_s=timing.timeout_s, unknown_s=timing.timeout_s / 3,
-            now=self._loop.time,
+            least_s=timing.least_wait_s, most_s=timing.timeout_s, unknown_s=timing.timeout_s / 3, now=self._loop.time
         )
         self._tokens = AddressTokens(os.urandom(32), self._loop.time)
         self._counters = counters
@@ -121,9 +120,7 @@ class RecordProtocol(KademliaProtocol):
             future.set_result(None)
             return future
         call_id = os.urandom(wire.CALL_ID_BYTES)
-        call = Call(
-            node, name, args, future, self._loop.time(), max_transmissions or self._timing.transmissions
-        )
+        call = Call(node, name, args, future, self._loop.time(), max_transmissions or self._timing.transmissions)
         self._outstanding[call_id] = call
         future.add_done_callback(lambda _: self._forget(call_id))
         self._counters[f"asked_{name}"] += 1
@@ -143,9 +140,7 @@ class RecordProtocol(KademliaProtocol):
         known = self.known.of((call.node.ip, call.node.port))
         wants_proof = not known.node_id or call.node.id not in (b"", known.node_id)
         pad_to = wire.LONG_REQUEST_BYTES if call.name in LONG_ANSWERS else wire.SHORT_REQUEST_BYTES
-        call.content = wire.pack_request(
-            call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to
-        )
+        call.content = wire.pack_request(call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to)
 
     def _transmit(self, call_id: bytes) -> None:
         call = self._outstanding[call_id]
@@ -336,9 +331,7 @@ class RecordProtocol(KademliaProtocol):
             body = handler(sender, *request.args)
             self._counters[f"served_{request.name}"] += 1
         reply = self._sign(message_id, request, wire.pack_answer(self.source_node.id, own_token, body))
-        if body is None or not (
-            trusted or len(reply) <= wire.MAX_AMPLIFICATION * (wire.HEADER_BYTES + len(content))
-        ):
+        if body is None or not (trusted or len(reply) <= wire.MAX_AMPLIFICATION * (wire.HEADER_BYTES + len(content))):
             self._counters["tokens_demanded"] += 1
             reply = wire.REPLY + message_id + wire.pack_answer(self.source_node.id, own_token, None)
         self.socket.send(reply, address)

@@ -107,8 +107,13 @@ class RecordServer(Server):
 
     def _create_protocol(self) -> RecordProtocol:
         return RecordProtocol(
-            self.node, self.storage, self.ksize,
-            private_key=self._private_key, timing=self._timing.rpc, rng=self._rng, counters=self._counters,
+            self.node,
+            self.storage,
+            self.ksize,
+            private_key=self._private_key,
+            timing=self._timing.rpc,
+            rng=self._rng,
+            counters=self._counters,
             on_contact=self._on_contact,
         )
 
@@ -122,8 +127,13 @@ class RecordServer(Server):
         self._bootstrap_addresses = list(bootstrap)
         self.transport, self.protocol = await loop.create_datagram_endpoint(self._create_protocol, sock=sock)
         self.lookups = Lookups(
-            self.protocol, verifier=self._verifier, counters=self._counters, rng=self._rng,
-            replication=self._replication, alpha=self.alpha, slow_s=self._timing.slow_s,
+            self.protocol,
+            verifier=self._verifier,
+            counters=self._counters,
+            rng=self._rng,
+            replication=self._replication,
+            alpha=self.alpha,
+            slow_s=self._timing.slow_s,
         )
         self.protocol.lost.update(dict.fromkeys((host, port) for host, port in remembered))
         self._tasks = [
@@ -266,7 +276,9 @@ class RecordServer(Server):
         lost = self.protocol.lost
         return any(
             router.contact(node.id) is None and self.node.distance_to(node) < horizon and (node.ip, node.port) not in lost
-            for group in named for node in group if node.id != self.node.id
+            for group in named
+            for node in group
+            if node.id != self.node.id
         )
 
     def _refresh_delay_s(self) -> float:
@@ -278,7 +290,8 @@ class RecordServer(Server):
         chosen = self._rng.sample(lost, min(4, len(lost)))
         known = {(contact.ip, contact.port) for contact in self.protocol.router.contacts()}
         addresses = [
-            address for address in (*self._bootstrap_addresses, *(Address(*other) for other in chosen))
+            address
+            for address in (*self._bootstrap_addresses, *(Address(*other) for other in chosen))
             if tuple(address) not in known
         ]
         if addresses:
@@ -341,7 +354,8 @@ class RecordServer(Server):
                     continue
                 cares = self._cares_for(key, [node for node in nearest if node.id != contact.id])
                 stores += [
-                    (contact, key, held.signed) for held in self.storage.get(key, ())
+                    (contact, key, held.signed)
+                    for held in self.storage.get(key, ())
                     if cares or held.record.peer == self.node.id.hex()
                 ]
             await self._hand_over(stores)

@@ -303,9 +303,12 @@ class Coordinator:
             averaged_at = leadership.now
             await self._commit(results, reopened=reopened)
             logger.debug(
-                "step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s", step, sealed_at - complete_at,
-                averaged_at - sealed_at, leadership.now - averaged_at,
-            )  # fmt: skip
+                "step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s",
+                step,
+                sealed_at - complete_at,
+                averaged_at - sealed_at,
+                leadership.now - averaged_at,
+            )
             return
 
     def _pool(self, step: int) -> TicketPool:
@@ -375,10 +378,15 @@ class Coordinator:
             moves = self.rebalancing.decide(members, set(self.next_members.leaving))
         moving = {move.member.key for move in moves}  # listed last, so that they lead no step from here on
         record = decide(
-            self._config, self._leadership.newest, results, ballot=self.ballot,
+            self._config,
+            self._leadership.newest,
+            results,
+            ballot=self.ballot,
             members=tuple(tuple(sorted(xs, key=lambda x: x.key in moving)) for xs in members),
-            learning_rate=learning_rate(self._config, step), reopened=reopened, moves=moves,
-        )  # fmt: skip
+            learning_rate=learning_rate(self._config, step),
+            reopened=reopened,
+            moves=moves,
+        )
         self._tell_of_unsaved(record)
         self.next_members.committed(record)
         self.leasing.commit_evaluates(step)
@@ -391,8 +399,10 @@ class Coordinator:
             if unsaved not in ([], self._unsaved):
                 logger.warning(
                     "no member of stages %s has a --state-dir: step %d is not kept (the newest that all stages have on disk: %d)",
-                    unsaved, record.step + 1, record.saved,
-                )  # fmt: skip
+                    unsaved,
+                    record.step + 1,
+                    record.saved,
+                )
             self._unsaved = unsaved
 
     async def _publish(self, record: m.CommitRecord, others: Iterable[m.Member]) -> None:

@@ -240,9 +240,13 @@ class Election:
         self._met.clear()
         self._pause.forget()
         coordinator = Coordinator(
-            self._link, self._tasks, ballot, self._live_rosters, record=record,
+            self._link,
+            self._tasks,
+            ballot,
+            self._live_rosters,
+            record=record,
             attempt_n=max((r.attempt.n for r in replies), default=0),
-        )  # fmt: skip
+        )
         prepared: dict[int, m.StageResult] = {}
         if record is not None:
             for reply in [r for r in replies if r.record is not None and r.record.version_id == record.version_id]:
@@ -316,7 +320,12 @@ class Election:
     def _record(self, ballot: Ballot) -> PeerRecord:
         context = self.context
         return PeerRecord(
-            peer=context.peer, incarnation=context.incarnation, role="coordinator", host=context.address.host,
-            port=context.address.port, ttl_s=self._timing.record_ttl_s,
-            sequence=context.identity.next_sequence(), ballot=min(ballot.counter, MAX_RECORD_BALLOT),
-        )  # fmt: skip
+            peer=context.peer,
+            incarnation=context.incarnation,
+            role="coordinator",
+            host=context.address.host,
+            port=context.address.port,
+            ttl_s=self._timing.record_ttl_s,
+            sequence=context.identity.next_sequence(),
+            ballot=min(ballot.counter, MAX_RECORD_BALLOT),
+        )

@@ -150,4 +150,6 @@ class Leasing:
 def _is_news(record: m.CommitRecord, message: m.Lease) -> bool:
     """The trainer does not have it: also another coordinator's version of what it has, which may name other members."""
     step, known = (record.era, record.step), (message.known_era, message.known_step)
-    return step > known or (step == known and record.version_id == message.known_version_id and record.ballot > message.known_ballot)
+    return step > known or (
+        step == known and record.version_id == message.known_version_id and record.ballot > message.known_ballot
+    )

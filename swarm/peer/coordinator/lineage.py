@@ -83,8 +83,7 @@ class Lineage:
             return None, obstacle
         ready = held.initialised if best is None else {key for xs in stages for key, h in xs.items() if _has(best.version_id, h)}
         members = tuple(
-            tuple(sorted((x.model_copy(update={"ready": x.key in ready}) for x in xs), key=lambda x: not x.ready))
-            for xs in peers
+            tuple(sorted((x.model_copy(update={"ready": x.key in ready}) for x in xs), key=lambda x: not x.ready)) for xs in peers
         )
         if self._silent_since:
             logger.error("peers %s do not say what they hold: going on without it", _names(self._silent_since))
@@ -119,7 +118,11 @@ class Lineage:
                     if member.keeps_checkpoints or self._leadership.record is not None:
                         silent.append(member.key)
                     continue
-                sound = [r for r in answer.records if r.run == self._leadership.context.run and not fault_of(self._leadership.config, r)]
+                sound = [
+                    r
+                    for r in answer.records
+                    if r.run == self._leadership.context.run and not fault_of(self._leadership.config, r)
+                ]
                 records |= {r.version_id: r for r in sound}
                 stages[-1][member.key] = [Holding(r.version_id, r.era, r.step) for r in sound]
                 if answer.checkpoint_record is not None:
@@ -172,7 +175,10 @@ class Lineage:
         version_id, absent = worth_waiting_for(
             [{key[0]: {h.version_id for h in found} for key, found in stage.items()} for stage in held.stages],
             [r.version_id for r in newer],
-            {r.version_id: [[x.peer for x in checkpoint_writers(self._leadership.config, r, k)] for k in num_stages] for r in newer},
+            {
+                r.version_id: [[x.peer for x in checkpoint_writers(self._leadership.config, r, k)] for k in num_stages]
+                for r in newer
+            },
         )
         if not version_id:
             return ""
@@ -231,8 +237,10 @@ class Lineage:
         if num_discarded > 0:
             logger.error(
                 "the run is set back from step %d to step %d: %d committed steps are discarded",
-                self._leadership.newest.step + 1, record.step + 1, num_discarded,
-            )  # fmt: skip
+                self._leadership.newest.step + 1,
+                record.step + 1,
+                num_discarded,
+            )
         else:
             logger.warning("the run goes on at step %d: nothing is lost", record.step + 1)
         return record

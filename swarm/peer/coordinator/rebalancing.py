@@ -63,10 +63,12 @@ class Rebalancing:
         load, before = self._loads.get(place), self._before.get(place)
         if load is None or before is None:
             return load
-        return load.model_copy(update={
-            name: getattr(load, name) - getattr(before, name)
-            for name in ("elapsed_s", "num_tickets", "busy_s", "queue_s", "num_bytes")
-        })  # fmt: skip
+        return load.model_copy(
+            update={
+                name: getattr(load, name) - getattr(before, name)
+                for name in ("elapsed_s", "num_tickets", "busy_s", "queue_s", "num_bytes")
+            }
+        )
 
     def _remember(self) -> None:
         """What was measured in this period, for the next, and for peers that move or come back."""
@@ -105,10 +107,15 @@ class Rebalancing:
         if done is None:
             return Worker(key=member.key, stage=stage, seconds=seconds, num_tickets=num_tickets, ready=member.ready)
         return Worker(
-            key=member.key, stage=stage, seconds=seconds, num_tickets=num_tickets, ready=member.ready,
-            bandwidth=done.bandwidth or None, room_bytes=done.room_bytes if done.room_bytes >= 0 else None,
+            key=member.key,
+            stage=stage,
+            seconds=seconds,
+            num_tickets=num_tickets,
+            ready=member.ready,
+            bandwidth=done.bandwidth or None,
+            room_bytes=done.room_bytes if done.room_bytes >= 0 else None,
             load=done.busy_s / done.elapsed_s + done.queue_s / done.busy_s if done.elapsed_s > 0 and done.busy_s > 0 else 0.0,
-        )  # fmt: skip
+        )
 
     def place(self, message: m.Place, members: Members, coming: Iterable[tuple[int, m.Member]]) -> m.Placed:
         """The best stage for a newcomer, with everyone who was placed before it and is not there yet.
@@ -131,11 +138,12 @@ class Rebalancing:
         others = {key: worker for key, worker in there.items() if key[0] != message.member.peer}  # not its own earlier life
         expected_s = self._expected_s(message, others.values())
         newcomer = Worker(
-            key=message.member.key, stage=0, seconds=self._worker(0, message.member).seconds or (
-                {0: expected_s} if expected_s else {}
-            ),
-            bandwidth=message.bandwidth or None, room_bytes=message.room_bytes if message.room_bytes >= 0 else None,
-        )  # fmt: skip
+            key=message.member.key,
+            stage=0,
+            seconds=self._worker(0, message.member).seconds or ({0: expected_s} if expected_s else {}),
+            bandwidth=message.bandwidth or None,
+            room_bytes=message.room_bytes if message.room_bytes >= 0 else None,
+        )
         stage, reason = best_stage(Swarm(known.stages, others.values()), newcomer)
         if stage is not None and len(self._placed) < MAX_REMEMBERED:
             self._placed[message.member.key] = (stage, message.member, now, expected_s)

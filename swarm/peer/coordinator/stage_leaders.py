@@ -128,9 +128,7 @@ class StageLeads:
         return bool(silent)
 
     async def gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
-        return await together(
-            *(self._gather(step, stage, freeze=freeze) for stage in range(self._leadership.config.num_stages))
-        )
+        return await together(*(self._gather(step, stage, freeze=freeze) for stage in range(self._leadership.config.num_stages)))
 
     async def _gather(self, step: int, stage: int, *, freeze: bool) -> tuple[m.Seal, ...]:
         """Seals of one stage under a new attempt; a leader that does not answer is replaced until one does."""
@@ -164,11 +162,18 @@ class StageLeads:
             lead.n += 1
             attempt = m.Attempt(ballot=self._leadership.ballot, n=lead.n)
             request = m.Gather(
-                run=self._leadership.context.run, stage=stage, step=step, attempt=attempt, freeze=freeze,
-                members=tuple(self.members(stage)), excluded=tuple(lead.excluded.values()),
-            )  # fmt: skip
+                run=self._leadership.context.run,
+                stage=stage,
+                step=step,
+                attempt=attempt,
+                freeze=freeze,
+                members=tuple(self.members(stage)),
+                excluded=tuple(lead.excluded.values()),
+            )
             try:
-                reply, _ = await self._leadership.link.ask(leader, request, m.Gathered, stall_s=3 * self._leadership.timing.request_s)
+                reply, _ = await self._leadership.link.ask(
+                    leader, request, m.Gathered, stall_s=3 * self._leadership.timing.request_s
+                )
             except RefusedBy as refused:
                 self._leadership.raise_if_newer(refused)
                 if refused.code == "wrong_state":

@@ -86,9 +86,13 @@ class Auxiliaries:
         compressor, compute = self._member.compressor, self._member.compute
         assert isinstance(compressor, Plain), "the configuration excludes others"
         request = m.Assist(
-            run=message.run, stage=message.stage, step=message.step, attempt=message.attempt,
-            vector=compressor.code.spec(compute.layout.num_elements, compute.master_dtype), num_members=len(message.members),
-        )  # fmt: skip
+            run=message.run,
+            stage=message.stage,
+            step=message.step,
+            attempt=message.attempt,
+            vector=compressor.code.spec(compute.layout.num_elements, compute.master_dtype),
+            num_members=len(message.members),
+        )
         asked = [x for x in self._known if self._out.get(x.peer, (0, 0.0))[1] <= self._now][: 2 * self._most]
         replies = await asyncio.gather(*(self._ask(x, request) for x in asked))
         self.why_none = f"none of {len(asked)} that were asked agreed" if asked else "nobody is known that could be asked"
@@ -110,9 +114,7 @@ class Auxiliaries:
 
     # ------------------------------------------------------------------------------------------------ judging
 
-    def judge(
-        self, step: int, helpers: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool
-    ) -> bool:
+    def judge(self, step: int, helpers: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool) -> bool:
         """What an attempt of `step` says of the auxiliaries that helped; True if it failed for their sake.
 
         Then it is made again, also if some members hold the average: none is left out for an auxiliary's sake.

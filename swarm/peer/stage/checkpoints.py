@@ -70,7 +70,12 @@ class Checkpoints:
     def write_newest(self) -> None:
         """This peer goes, and perhaps all do: what has committed last is to be on disk, as if it were due now."""
         record = self._member.record
-        if record is None or record.step < 0 or record.version_id == self._newest or is_checkpoint_due(self._member.config, record):
+        if (
+            record is None
+            or record.step < 0
+            or record.version_id == self._newest
+            or is_checkpoint_due(self._member.config, record)
+        ):
             return
         if self._writes(record):
             self._write_soon(self._member.versions.state(), None)

@@ -52,9 +52,13 @@ class ClaimsClient:
             raise Refuse("wrong_state", "the stage has no leader")
         ledger = self._member.step_state(step).accumulator.ledger
         request = m.Claim(
-            run=self._link.context.run, stage=self._member.stage, step=step, attempt=ledger.attempt,
-            member=self._member.me, indexes=tuple(indexes),
-        )  # fmt: skip
+            run=self._link.context.run,
+            stage=self._member.stage,
+            step=step,
+            attempt=ledger.attempt,
+            member=self._member.me,
+            indexes=tuple(indexes),
+        )
         asked_at = ledger.num_revocations
         reply, _ = await self._link.ask(leader, request, m.Claimed)
         for index in reply.granted:

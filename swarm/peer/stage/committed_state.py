@@ -63,9 +63,7 @@ def _restores(record: m.CommitRecord, known: m.CommitRecord | None) -> bool:
 class CommittedState:
     """Of one peer of one stage."""
 
-    def __init__(
-        self, link: Link, stage: int, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks
-    ) -> None:
+    def __init__(self, link: Link, stage: int, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks) -> None:
         self.link = link
         self.context = link.context
         self.config = link.context.config
@@ -81,9 +79,7 @@ class CommittedState:
         initial = genesis_record(self.config, self.context.run, ZERO_BALLOT, ((),) * self.config.num_stages)
         masters = compute.initial_masters() if compute.has_values else compute.no_masters()
         self.versions = VersionStore(
-            make_version(initial, compute.layout, masters, compute.dtype),
-            moments.zero(),
-            keep=self.config.delay_steps + 1,
+            make_version(initial, compute.layout, masters, compute.dtype), moments.zero(), keep=self.config.delay_steps + 1
         )
         self.compressor = compressor_of(self.config, compute.layout)
         #: Of a local run.
@@ -260,13 +256,21 @@ class CommittedState:
         if num_discarded > 0:
             logger.error(
                 "step %d of era %d replaces step %d of era %d: %d committed steps are discarded",
-                record.step, record.era, known.step, known.era, num_discarded,
-            )  # fmt: skip
+                record.step,
+                record.era,
+                known.step,
+                known.era,
+                num_discarded,
+            )
         else:
             logger.info(
-                "step %d of era %d (head %s) replaces that of era %d (head %s)", record.step, record.era,
-                record.version_id[:12], known.era, known.version_id[:12],
-            )  # fmt: skip
+                "step %d of era %d (head %s) replaces that of era %d (head %s)",
+                record.step,
+                record.era,
+                record.version_id[:12],
+                known.era,
+                known.version_id[:12],
+            )
         self.steps.clear()
         self.last_sums.clear()
         self.own.forget()
@@ -342,9 +346,7 @@ class CommittedState:
         if record.newer_than(self.record):
             self.learn(record)
 
-    async def advance(
-        self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None
-    ) -> None:
+    async def advance(self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None) -> None:
         """Apply one record to the newest version: the optimizer step, and `adopt`, as a job of the compute thread."""
         compute, config, arrived = self.compute, self.config, flat
 
@@ -352,14 +354,17 @@ class CommittedState:
             newest = self.versions.newest
             masters, optimizer = newest.masters, self.versions.optimizer
             if not record.skipped and config.mode == "local":
-                masters, optimizer = nesterov(
-                    config, masters, flat, optimizer, step=record.step, factor=1.0 / record.tokens
-                )
+                masters, optimizer = nesterov(config, masters, flat, optimizer, step=record.step, factor=1.0 / record.tokens)
             elif not record.skipped:
                 masters, optimizer = adamw(
-                    config, self.moments, masters, flat, optimizer, learning_rate=record.learning_rate,
+                    config,
+                    self.moments,
+                    masters,
+                    flat,
+                    optimizer,
+                    learning_rate=record.learning_rate,
                     factor=record.clip_coefficient / record.tokens,
-                )  # fmt: skip
+                )
             version = make_version(record, compute.layout, masters, compute.dtype)
             self.versions.add(version, optimizer)
             adopt()
@@ -377,8 +382,7 @@ class CommittedState:
         """Digest of parameters and optimizer state of the newest version, for the next seal."""
         version, optimizer = self.versions.newest, self.versions.optimizer
         outcome = await self.background.run(
-            lambda: checksum_of([version.masters, *(optimizer.tensors[name] for name in self.moments.entries)]),
-            Priority.CONTROL,
+            lambda: checksum_of([version.masters, *(optimizer.tensors[name] for name in self.moments.entries)]), Priority.CONTROL
         )
         if self.versions.newest is version:
             self._digest = (version.version_id, outcome.value)

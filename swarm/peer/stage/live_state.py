@@ -72,10 +72,12 @@ async def fetch_parameters(
     try:
         stages = [Layout.of(stage_module(factory, stage, config.frozen)) for stage in range(config.num_stages)]
         dtype = MASTER_DTYPES[config.precision]
-        flats = await together(*(
-            _download(asker, stage, member, manifest, layout.num_elements, dtype)
-            for stage, ((member, manifest), layout) in enumerate(zip(offers, stages, strict=True))
-        ))  # fmt: skip
+        flats = await together(
+            *(
+                _download(asker, stage, member, manifest, layout.num_elements, dtype)
+                for stage, ((member, manifest), layout) in enumerate(zip(offers, stages, strict=True))
+            )
+        )
     finally:
         await _let_go(asker, dict(enumerate(offers)))
     parameters = {name: value for layout, flat in zip(stages, flats, strict=True) for name, value in layout.named(flat).items()}
@@ -85,9 +87,7 @@ async def fetch_parameters(
 Offer = tuple[m.Member, m.StateManifest]
 
 
-async def _one_version_id(
-    asker: _Asker, record: m.CommitRecord, deadline_s: float, rng: random.Random
-) -> list[Offer]:
+async def _one_version_id(asker: _Asker, record: m.CommitRecord, deadline_s: float, rng: random.Random) -> list[Offer]:
     """A snapshot of every stage, all of one head."""
     members = [[x for x in stage if x.ready] for stage in record.members]
     problem = "no answer"
@@ -128,9 +128,14 @@ async def _download(
     flat = torch.empty(num_elements, dtype=dtype)
     for offset in range(0, num_elements, RANGE_ELEMENTS):
         wanted = m.StateRange(
-            run=asker.run, stage=stage, version_id=manifest.record.version_id, name=MASTERS, offset=offset, length=RANGE_ELEMENTS,
+            run=asker.run,
+            stage=stage,
+            version_id=manifest.record.version_id,
+            name=MASTERS,
+            offset=offset,
+            length=RANGE_ELEMENTS,
             reader=asker.reader,
-        )  # fmt: skip
+        )
         _, frame = await asker.ask(member, wanted, m.StateChunk)
         target = flat[offset : offset + RANGE_ELEMENTS]
         part = decode_tensor(*frame.only_tensor())

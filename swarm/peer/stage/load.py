@@ -19,9 +19,7 @@ class LoadMeter:
         flops_per_s: of the device; 0 if not known.
     """
 
-    def __init__(
-        self, member: StageMember, free_bytes: Callable[[], int] | None, flops_per_s: float
-    ) -> None:
+    def __init__(self, member: StageMember, free_bytes: Callable[[], int] | None, flops_per_s: float) -> None:
         self._member = member
         self._free_bytes = free_bytes
         self._flops_per_s = flops_per_s
@@ -44,9 +42,14 @@ class LoadMeter:
         carries = self._member.carries
         measured = [meter.rate for meter in (carries.upload, carries.download) if meter.rate]
         return m.Load(
-            member=self._member.me, elapsed_s=asyncio.get_running_loop().time() - self._began,
-            num_tickets=self._num_tickets, busy_s=self.busy_s, queue_s=self._queue_s, num_bytes=self._num_bytes,
-            bandwidth=min(measured, default=0.0), state_bytes=state_bytes(self._member.versions.state()),
+            member=self._member.me,
+            elapsed_s=asyncio.get_running_loop().time() - self._began,
+            num_tickets=self._num_tickets,
+            busy_s=self.busy_s,
+            queue_s=self._queue_s,
+            num_bytes=self._num_bytes,
+            bandwidth=min(measured, default=0.0),
+            state_bytes=state_bytes(self._member.versions.state()),
             room_bytes=-1 if self._free_bytes is None else max(0, self._free_bytes()),
             flops_per_s=self._flops_per_s,
-        )  # fmt: skip
+        )

@@ -79,10 +79,17 @@ class Membership:
     def _record(self) -> PeerRecord:
         context, member = self._link.context, self._member
         return PeerRecord(
-            peer=context.peer, incarnation=context.incarnation, role="stage", host=context.address.host,
-            port=context.address.port, ttl_s=context.config.timing.record_ttl_s,
-            sequence=context.identity.next_sequence(), stage=member.stage, step=member.num_commits, state=self.state,
-        )  # fmt: skip
+            peer=context.peer,
+            incarnation=context.incarnation,
+            role="stage",
+            host=context.address.host,
+            port=context.address.port,
+            ttl_s=context.config.timing.record_ttl_s,
+            sequence=context.identity.next_sequence(),
+            stage=member.stage,
+            step=member.num_commits,
+            state=self.state,
+        )
 
     async def withdraw(self) -> None:
         """Say in the DHT that this peer goes; the loops have ended."""
@@ -256,9 +263,13 @@ class Membership:
         member, context = self._member, self._link.context
         version_id = None if leaving else await self._held_head()
         request = m.Join(
-            run=context.run, stage=member.stage, member=context.member(ready=version_id is not None), version_id=version_id, leaving=leaving,
+            run=context.run,
+            stage=member.stage,
+            member=context.member(ready=version_id is not None),
+            version_id=version_id,
+            leaving=leaving,
             lost=tuple(lost),
-        )  # fmt: skip
+        )
         waits = "a coordinator: no backbone or trainer answers"
         for address in await self._coordinators():
             try:

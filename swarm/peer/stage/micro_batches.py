@@ -148,9 +148,13 @@ class MicroBatchServer:
             raise Refuse("bad_request", f"ticket {(step, index)} is none of this run")
         for spec in message.tensors:
             if is_too_large(
-                spec.name, spec.shape, self._declared, is_floating=not spec.dtype.startswith(("int", "uint", "bool")),
-                num_samples=config.micro_batch_size, sequence_length=config.sequence_length,
-            ):  # fmt: skip
+                spec.name,
+                spec.shape,
+                self._declared,
+                is_floating=not spec.dtype.startswith(("int", "uint", "bool")),
+                num_samples=config.micro_batch_size,
+                sequence_length=config.sequence_length,
+            ):
                 raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
 
     async def _taken_up(self) -> None:
@@ -235,20 +239,24 @@ class MicroBatchServer:
         work.move("pass" if verdict == "denied" else "accumulate")
         self.recomputed += activation.recomputed
         hop = m.Hop(
-            stage=message.stage, peer=member.me.peer, accumulated=verdict != "denied", queue_s=work.queue_s,
-            forward_s=work.forward_s, backward_s=work.backward_s, transfer_s=work.transfer_s,
-            num_bytes=work.num_bytes, recomputed=activation.recomputed,
+            stage=message.stage,
+            peer=member.me.peer,
+            accumulated=verdict != "denied",
+            queue_s=work.queue_s,
+            forward_s=work.forward_s,
+            backward_s=work.backward_s,
+            transfer_s=work.transfer_s,
+            num_bytes=work.num_bytes,
+            recomputed=activation.recomputed,
             norms=m.Norms(**finite(told.values)) if told.values else None,
             computed_on=kind_of(self._compute.device) if message.with_norms else None,
-        )  # fmt: skip
+        )
         return self._reply(hop, below, tokens, loss_sum, answer.payload, overflow=verdict == "overflow")
 
     def _note(self, work: _Work, outputs: CodedTensors, below: HopResult | None, answer: CodedTensors) -> None:
         received = work.frame.body_bytes + (below.frame.body_bytes if below is not None else 0)
         sent = sum(spec.num_bytes for spec, _ in [*outputs, *answer])
-        self._meter.ticket(
-            busy_s=work.forward_s + work.backward_s, queue_s=work.queue_s, num_bytes=max(received, sent)
-        )
+        self._meter.ticket(busy_s=work.forward_s + work.backward_s, queue_s=work.queue_s, num_bytes=max(received, sent))
 
     def _forward_job(self, work: _Work, version: Version) -> tuple[Activation, Outgoing, DeviceTime]:
         compute, device = self._compute, self._device
@@ -287,9 +295,14 @@ class MicroBatchServer:
         answer = device.send(result.inputs, self._codec, "grad")
         loss_scale, with_norms = activation.version.record.loss_scale, bool(work.message.with_norms)
         added = device.add(
-            accumulator, work.message.ticket.index, result.parameters, loss_scale=loss_scale, entry=entry,
-            with_norm=with_norms, borrowed=result.borrowed,
-        )  # fmt: skip
+            accumulator,
+            work.message.ticket.index,
+            result.parameters,
+            loss_scale=loss_scale,
+            entry=entry,
+            with_norm=with_norms,
+            borrowed=result.borrowed,
+        )
         if with_norms:
             work.norms |= gradient_norms(result.inputs, added.norm, loss_scale=loss_scale)
         return answer, added, device.tell(work.norms), device.end()
@@ -297,32 +310,34 @@ class MicroBatchServer:
     async def _downstream(self, work: _Work, outputs: CodedTensors, progress: Progress) -> HopResult:
         message = work.message
         labels = [
-            (spec, buffer)
-            for spec, buffer in zip(message.tensors, work.frame.buffers, strict=True)
-            if spec.role == "label"
+            (spec, buffer) for spec, buffer in zip(message.tensors, work.frame.buffers, strict=True) if spec.role == "label"
         ]
         payload = [*outputs, *labels]
         tensors = tuple(spec for spec, _ in payload)
 
         def request(route: m.Route) -> m.Train:
             return m.Train(
-                run=message.run, mode=message.mode, ticket=message.ticket, version_id=message.version_id, stage=message.stage + 1,
-                route=route, tensors=tensors, with_norms=message.with_norms,
-            )  # fmt: skip
+                run=message.run,
+                mode=message.mode,
+                ticket=message.ticket,
+                version_id=message.version_id,
+                stage=message.stage + 1,
+                route=route,
+                tensors=tensors,
+                with_norms=message.with_norms,
+            )
 
         result = await call_stage(
-            self._link, message.route[1:], request, [buffer for _, buffer in payload],
-            stage=message.stage + 1, progress=progress,
-        )  # fmt: skip
+            self._link, message.route[1:], request, [buffer for _, buffer in payload], stage=message.stage + 1, progress=progress
+        )
         below = sum(hop.queue_s + hop.forward_s + hop.backward_s + hop.transfer_s for hop in result.trained.hops)
         work.transfer_s = max(0.0, result.seconds - below)
         work.num_bytes = sum(spec.num_bytes for spec in tensors) + result.frame.body_bytes
         return result
 
     def _reply(
-        self, hop: m.Hop, below: HopResult | None, tokens: int, loss_sum: float, payload: CodedTensors, *,
-        overflow: bool = False,
-    ) -> Frame:  # fmt: skip
+        self, hop: m.Hop, below: HopResult | None, tokens: int, loss_sum: float, payload: CodedTensors, *, overflow: bool = False
+    ) -> Frame:
         hops: tuple[m.Hop, ...] = (hop,)
         if below is not None:
             failed = tuple((member.peer, reason) for member, reason, _ in below.failed)
@@ -330,9 +345,7 @@ class MicroBatchServer:
             first, *rest = below.trained.hops
             hops = (hop, first.model_copy(update={"failed": failed, "stalled": stalled}), *rest)
             overflow = overflow or below.trained.overflow
-        reply = m.Trained(
-            hops=hops, loss_sum=loss_sum, tokens=tokens, overflow=overflow, tensors=tuple(s for s, _ in payload)
-        )
+        reply = m.Trained(hops=hops, loss_sum=loss_sum, tokens=tokens, overflow=overflow, tensors=tuple(s for s, _ in payload))
         return Frame(reply, tuple(b for _, b in payload))
 
     # ------------------------------------------------------------------------------------------------ evaluation
@@ -361,7 +374,10 @@ class MicroBatchServer:
             raise Refuse("failed", "the loss is not finite")
         work.move("evaluated")
         hop = m.Hop(
-            stage=work.message.stage, peer=self._member.me.peer, accumulated=False, queue_s=outcome.queue_s,
+            stage=work.message.stage,
+            peer=self._member.me.peer,
+            accumulated=False,
+            queue_s=outcome.queue_s,
             forward_s=outcome.run_s,
-        )  # fmt: skip
+        )
         return self._reply(hop, below, tokens, loss_sum, [])

@@ -58,9 +58,12 @@ class RestorePoints:
             records.setdefault(checkpoint.record.version_id, checkpoint.record)
         newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
         return m.Held(
-            member=member.me, records=tuple(newest_first[:16]), damaged=damaged,
-            initial=member.compute.has_values and not damaged, checkpoint_record=self._checkpoint_record.record,
-        )  # fmt: skip
+            member=member.me,
+            records=tuple(newest_first[:16]),
+            damaged=damaged,
+            initial=member.compute.has_values and not damaged,
+            checkpoint_record=self._checkpoint_record.record,
+        )
 
     async def _checkpoints(self) -> tuple[list[StageCheckpoint], bool]:
         """This stage's intact checkpoints of this run, newest first, and if there are others: damaged, or just being changed."""

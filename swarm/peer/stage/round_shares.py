@@ -44,8 +44,7 @@ class RoundShares:
         self._links = {key: link for key, link in self._links.items() if key in keys}
 
     def of(
-        self, seals: Sequence[m.Seal], num_elements: int, offers: Sequence[m.Assisting] = (), *, most: int = 0,
-        why_none: str = "",
+        self, seals: Sequence[m.Seal], num_elements: int, offers: Sequence[m.Assisting] = (), *, most: int = 0, why_none: str = ""
     ) -> tuple[tuple[int, ...], tuple[m.Member, ...]]:
         """Elements that each sealed member and then each auxiliary reduces in the round to come; and the auxiliaries.
 
@@ -67,9 +66,7 @@ class RoundShares:
         self._last = dict(zip(keys, weights, strict=True))
         return tuple(hagenbach_bischoff(num_elements, weights)), tuple(offer.member for offer in helpers)
 
-    def _helpers(
-        self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str
-    ) -> list[m.Assisting]:
+    def _helpers(self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str) -> list[m.Assisting]:
         before = [offer.member.peer[:8] for offer in offers if offer.member.key in self._last]
         used, reason = choose_auxiliaries(members, [_report(offer) for offer in offers], most=most, before=before)
         reason = reason if offers else f"none: {why_none}"

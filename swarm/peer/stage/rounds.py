@@ -85,10 +85,10 @@ class Rounds:
             progress.follow(lambda: state.from_others.count)
             async with asyncio.timeout(self._member.config.timing.average_s), self._member.carries.measured():
                 average = await round_.run(
-                    lambda phase, j, number, part: self._exchange(
-                        message, round_.members[j], phase, number, part, state.exchanged
-                    ) if j < len(message.seals) else self._exchange_with_auxiliary(
-                        message, round_.members[j], phase, number, part, state
+                    lambda phase, j, number, part: (
+                        self._exchange(message, round_.members[j], phase, number, part, state.exchanged)
+                        if j < len(message.seals)
+                        else self._exchange_with_auxiliary(message, round_.members[j], phase, number, part, state)
                     ),
                     (lambda flat: self._tied.add(message, state, flat)) if self._tied else None,
                 )
@@ -135,10 +135,17 @@ class Rounds:
         compression = self._member.compressor.compress(Contribution(contribution, tokens, me, message.step))
         try:
             state.round = Round(
-                message.attempt, message.seals, self._member.me.key, compression, dtype=self._member.compute.master_dtype,
-                shares=message.shares, auxiliaries=message.auxiliaries, max_group=self._member.config.max_group,
-                num_chunks=message.num_chunks, run_job=self._in_background,
-            )  # fmt: skip
+                message.attempt,
+                message.seals,
+                self._member.me.key,
+                compression,
+                dtype=self._member.compute.master_dtype,
+                shares=message.shares,
+                auxiliaries=message.auxiliaries,
+                max_group=self._member.config.max_group,
+                num_chunks=message.num_chunks,
+                run_job=self._in_background,
+            )
         except ValueError as error:
             raise RoundFailed(str(error)) from None
         state.turns.clear()
@@ -153,9 +160,15 @@ class Rounds:
     ) -> CodedChunk:
         specs, buffers = buffers_of([part] if part is not None else [])
         request = m.Slice(
-            run=message.run, stage=self._member.stage, step=message.step, attempt=message.attempt, member=self._member.me,
-            phase=phase, number=number, tensors=specs,
-        )  # fmt: skip
+            run=message.run,
+            stage=self._member.stage,
+            step=message.step,
+            attempt=message.attempt,
+            member=self._member.me,
+            phase=phase,
+            number=number,
+            tensors=specs,
+        )
         timing = self._member.config.timing
         self._member.average_bytes_sent += sum(spec.num_bytes for spec in specs)
         _, frame = await self._link.ask(
@@ -228,9 +241,13 @@ class Rounds:
         flat = empty_flat(total, dtype=self._member.compute.master_dtype)
         for offset in range(0, total, CHUNK_ELEMENTS):
             request = m.FetchSum(
-                run=self._link.context.run, stage=self._member.stage, step=step, digest=digest, offset=offset,
+                run=self._link.context.run,
+                stage=self._member.stage,
+                step=step,
+                digest=digest,
+                offset=offset,
                 length=CHUNK_ELEMENTS,
-            )  # fmt: skip
+            )
             _, frame = await self._link.ask(holder, request, m.SumCopy)
             target = flat[offset : offset + CHUNK_ELEMENTS]
             part = decode_tensor(*frame.only_tensor())

@@ -149,17 +149,20 @@ class StageLeader:
         self._collected.set()
         self._collected = asyncio.Event()
         return m.Gathered(
-            seals=tuple(s for s in seals if s.member.key not in book.excluded), excluded=tuple(book.excluded.values()),
+            seals=tuple(s for s in seals if s.member.key not in book.excluded),
+            excluded=tuple(book.excluded.values()),
             loads=tuple(reply.load for reply in replies if reply.load is not None),
-        )  # fmt: skip
+        )
 
-    async def _collect(
-        self, message: m.Gather, book: ClaimBook, target: m.Member, progress: Progress
-    ) -> m.Collected | None:
+    async def _collect(self, message: m.Gather, book: ClaimBook, target: m.Member, progress: Progress) -> m.Collected | None:
         request = m.Collect(
-            run=message.run, stage=message.stage, step=message.step, attempt=message.attempt, freeze=message.freeze,
+            run=message.run,
+            stage=message.stage,
+            step=message.step,
+            attempt=message.attempt,
+            freeze=message.freeze,
             leader=self._member.me,
-        )  # fmt: skip
+        )
         try:
             reply, _ = await self._link.ask(target, request, m.Collected, progress=progress)
         except RefusedBy as refused:
@@ -197,13 +200,23 @@ class StageLeader:
         targets = [seal.member for seal in message.seals]
         offers = await self._auxiliaries.offers(message.attempt)
         shares, helpers = self.shares.of(
-            message.seals, self._member.compute.layout.num_elements, offers, most=self._member.config.auxiliaries,
+            message.seals,
+            self._member.compute.layout.num_elements,
+            offers,
+            most=self._member.config.auxiliaries,
             why_none=self._auxiliaries.why_none,
-        )  # fmt: skip
+        )
         request = m.Reduce(
-            run=message.run, stage=message.stage, step=message.step, attempt=message.attempt, seals=message.seals, shares=shares,
-            num_chunks=num_chunks_of(None if helpers else self._round_s), attempts=message.attempts, auxiliaries=helpers,
-        )  # fmt: skip
+            run=message.run,
+            stage=message.stage,
+            step=message.step,
+            attempt=message.attempt,
+            seals=message.seals,
+            shares=shares,
+            num_chunks=num_chunks_of(None if helpers else self._round_s),
+            attempts=message.attempts,
+            auxiliaries=helpers,
+        )
         began = asyncio.get_running_loop().time()
         replies = await self._reduce_all(request, targets, progress)
         holders: dict[str, list[m.Member]] = {}
@@ -241,9 +254,7 @@ class StageLeader:
         ordered.sort(key=lambda x: -suspects[x.key])
         return m.AllReduced(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
 
-    async def _reduce_all(
-        self, request: m.Reduce, members: list[m.Member], progress: Progress
-    ) -> list[m.Reduced | Exception]:
+    async def _reduce_all(self, request: m.Reduce, members: list[m.Member], progress: Progress) -> list[m.Reduced | Exception]:
         """Every member's and then every auxiliary's reply.
 
         Once one has failed the others get `request_s` to end, since most cannot any more; and nobody waits for an auxiliary

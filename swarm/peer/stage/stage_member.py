@@ -33,9 +33,7 @@ T = TypeVar("T")
 class StageMember(CommittedState):
     """The step protocol at one peer of one stage."""
 
-    def __init__(
-        self, link: Link, stage: int, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks
-    ) -> None:
+    def __init__(self, link: Link, stage: int, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks) -> None:
         super().__init__(link, stage, compute, moments, threads, tasks)
         self.promised: Ballot = ZERO_BALLOT
         self.coordinator: m.Member | None = None
@@ -158,9 +156,7 @@ class StageMember(CommittedState):
             state.average, state.overtaken = None, state.average
         state.own_sums = None
         state.changed.set()
-        return m.Collected(
-            seal=seal, upload=self.carries.upload.rate, download=self.carries.download.rate, load=self.load()
-        )
+        return m.Collected(seal=seal, upload=self.carries.upload.rate, download=self.carries.download.rate, load=self.load())
 
     async def _on_revoke(self, message: m.Revoke, frame: Frame, progress: Progress) -> m.Revoked:
         self.require_stage(message.stage)
@@ -199,11 +195,7 @@ class StageMember(CommittedState):
             if state.average is not None and state.accumulator.ledger.state == "prepared"
         ]
         highest = max((s.accumulator.ledger.attempt for s in self.steps.values()), key=lambda t: t.order, default=m.Attempt())
-        return m.Elected(
-            stage=self.stage, member=self.me, record=self.record, attempt=highest, prepared=tuple(prepared)
-        )
+        return m.Elected(stage=self.stage, member=self.me, record=self.record, attempt=highest, prepared=tuple(prepared))
 
     def _prepared_result(self, average: StageSum) -> m.StageResult:
-        return stage_result(
-            average.attempt, average.seals, average.digest, average.sum_squares, (self.me,), tied=average.tied
-        )
+        return stage_result(average.attempt, average.seals, average.digest, average.sum_squares, (self.me,), tied=average.tied)

@@ -69,15 +69,7 @@ class StagePeer:
         machine: computes.
     """
 
-    def __init__(
-        self,
-        context: PeerContext,
-        *,
-        stage: int,
-        factory: StageFactory,
-        threads: Threads,
-        machine: Machine,
-    ) -> None:
+    def __init__(self, context: PeerContext, *, stage: int, factory: StageFactory, threads: Threads, machine: Machine) -> None:
         self.context = context
         self._factory = factory
         self._threads = threads
@@ -101,16 +93,24 @@ class StagePeer:
         self._woken = asyncio.Event()
         self._take_up(self._compute_of(stage))
         RunInfoServer(
-            self.link, record=lambda: self.member.record, status=self._status,
+            self.link,
+            record=lambda: self.member.record,
+            status=self._status,
             coordinator=lambda: self.member.coordinator or self.membership.answered_by,
-        )  # fmt: skip
+        )
 
     def _compute_of(self, stage: int) -> StageCompute:
         config = self.context.config
         return StageCompute(
-            self._factory, stage, precision=config.precision, seed=config.seed, device=self._machine.device,
-            compile=self._machine.compile, frozen=config.frozen, budget=self._budget,
-        )  # fmt: skip
+            self._factory,
+            stage,
+            precision=config.precision,
+            seed=config.seed,
+            device=self._machine.device,
+            compile=self._machine.compile,
+            frozen=config.frozen,
+            budget=self._budget,
+        )
 
     def _take_up(self, compute: StageCompute, before: StageMember | None = None) -> None:
         """Build all parts that serve one stage; from here on they answer, in the place of those of `before`."""
@@ -118,13 +118,14 @@ class StagePeer:
         compute.show_progress(self._threads.compute)
         self.stage = stage = compute.stage
         moments = moments_for(
-            self.context.config, compute.layout, dtype=compute.master_dtype, device=compute.device,
+            self.context.config,
+            compute.layout,
+            dtype=compute.master_dtype,
+            device=compute.device,
             offload=self._machine.offload_optimizer,
-        )  # fmt: skip
-        self.member = StageMember(self.link, stage, compute, moments, self._threads, self._tasks)
-        self.member.max_queued = queued_sums(
-            compute.layout.num_elements, self.context.config, self._budget.limit_bytes
         )
+        self.member = StageMember(self.link, stage, compute, moments, self._threads, self._tasks)
+        self.member.max_queued = queued_sums(compute.layout.num_elements, self.context.config, self._budget.limit_bytes)
         self.member.on_commit.append(self._note_end)
         if before is not None:
             self.member.succeed(before)
@@ -140,7 +141,7 @@ class StagePeer:
         RestorePoints(self.link, self.member, self.context.state_dir, lambda *found: self.on_checked(*found))
         self._checkpoints = Checkpoints(
             self.link, self.member, self._tasks, self.context.state_dir, lambda error: self.on_refused(error)
-        )  # fmt: skip
+        )
 
     def _note_end(self, record: m.CommitRecord) -> None:
         """The peer stays, for whoever needs the last state; its operator is told once that the run does not need it."""
@@ -153,24 +154,37 @@ class StagePeer:
     def _status(self) -> m.StatusReply:
         member, served = self.member, self.micro_batches
         return m.StatusReply(
-            role="stage", member=self.context.member(), step=member.num_commits,
-            version_id=(member.record and member.held_head) or "", state=self.membership.state,
+            role="stage",
+            member=self.context.member(),
+            step=member.num_commits,
+            version_id=(member.record and member.held_head) or "",
+            state=self.membership.state,
             detail={
-                "stage": self.stage, "total_steps": self.context.config.total_steps,
+                "stage": self.stage,
+                "total_steps": self.context.config.total_steps,
                 "waiting_for": self.membership.waiting_for[:200],
-                "in_flight": served.in_flight, "accumulated": served.phases["accumulated"],
-                "passed": served.phases["passed"], "failed": served.phases["failed"], "recomputed": served.recomputed,
+                "in_flight": served.in_flight,
+                "accumulated": served.phases["accumulated"],
+                "passed": served.phases["passed"],
+                "failed": served.phases["failed"],
+                "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),
                 "parameters": member.compute.layout.num_elements,
                 "upload_bytes_per_s": round(member.carries.upload.rate or 0),
                 "download_bytes_per_s": round(member.carries.download.rate or 0),
-                "bytes_sent": self.context.transport.carried()[0], "average_bytes_sent": member.average_bytes_sent,
-                "shares": self.leader.shares.reason, "auxiliaries": self.leader.shares.helpers_reason,
-                "state_bytes_sent": member.state_bytes_sent, "state_bytes_received": member.state_bytes_received,
-                "state_digest": member.state_digest[:16], **member.at_work.told(), **self._device.memory_peaks(),
+                "bytes_sent": self.context.transport.carried()[0],
+                "average_bytes_sent": member.average_bytes_sent,
+                "shares": self.leader.shares.reason,
+                "auxiliaries": self.leader.shares.helpers_reason,
+                "state_bytes_sent": member.state_bytes_sent,
+                "state_bytes_received": member.state_bytes_received,
+                "state_digest": member.state_digest[:16],
+                **member.at_work.told(),
+                **self._device.memory_peaks(),
             },
-            stages=member.record.members if member.record else (), stage=self.stage,
-        )  # fmt: skip
+            stages=member.record.members if member.record else (),
+            stage=self.stage,
+        )
 
     async def start(self) -> None:
         await self.link.serve()
@@ -273,8 +287,13 @@ class StagePeer:
         served = self.micro_batches.phases
         logger.info(
             "stage %d: leaving after step %d: %d tickets accumulated, %d passed on, %d failed, %d given back",
-            self.stage, self.member.num_commits, served["accumulated"], served["passed"], served["failed"], len(lost),
-        )  # fmt: skip
+            self.stage,
+            self.member.num_commits,
+            served["accumulated"],
+            served["passed"],
+            served["failed"],
+            len(lost),
+        )
         self._checkpoints.write_newest()  # of a commit that came meanwhile
         await self._checkpoints.written()
         await self._tasks.close()

@@ -39,9 +39,13 @@ READER_STALLS = 2.0
 CONTENDED_BYTES_PER_S = 2**20
 
 _DTYPES = {
-    "float32": torch.float32, "float64": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8, "int32": torch.int32,
-}  # fmt: skip
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+}
 #: Entries of parameters that are not trained: never changed, and only asked for by a peer that has no files.
 _FROZEN = "frozen/"
 #: Entries of parameters; the others are those of the optimizer's state.
@@ -144,9 +148,11 @@ class StateDonor:
         if self._frozen_entries is None:
             self._frozen_entries = await self._entries(frozen)
         manifest = m.StateManifest(
-            record=state.version.record, previous=state.previous.record if state.previous else None,
-            entries=(*await self._entries(_tensors(state)), *self._frozen_entries), num_updates=state.optimizer.num_updates,
-        )  # fmt: skip
+            record=state.version.record,
+            previous=state.previous.record if state.previous else None,
+            entries=(*await self._entries(_tensors(state)), *self._frozen_entries),
+            num_updates=state.optimizer.num_updates,
+        )
         return _Pin(_tensors(state) | frozen, manifest, self._now)
 
     async def _entries(self, tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, int, str]]:
@@ -181,9 +187,7 @@ class _Incoming:
         self.manifest = manifest
         compute = member.compute
         #: Name, dtype, length and digest of what is wanted.
-        self._wanted = [
-            entry for entry in manifest.entries if not (entry[0].startswith(_FROZEN) and compute.has_frozen)
-        ]
+        self._wanted = [entry for entry in manifest.entries if not (entry[0].startswith(_FROZEN) and compute.has_frozen)]
         missing = {_FROZEN + name for name in compute.frozen} - {name for name, *_ in self._wanted}
         if missing and not compute.has_frozen:
             raise RemoteError(f"the snapshot lacks {len(missing)} parameters that are not trained, first {min(missing)}")
@@ -240,9 +244,14 @@ class _Incoming:
 
     async def _fetch(self, donor: m.Member, name: str, offset: int) -> None:
         ask = m.StateRange(
-            run=self._link.context.run, stage=self._member.stage, version_id=self.manifest.record.version_id, name=name,
-            offset=offset, length=RANGE_ELEMENTS, reader=self._link.context.incarnation,
-        )  # fmt: skip
+            run=self._link.context.run,
+            stage=self._member.stage,
+            version_id=self.manifest.record.version_id,
+            name=name,
+            offset=offset,
+            length=RANGE_ELEMENTS,
+            reader=self._link.context.incarnation,
+        )
         stall_s = self._link.context.config.timing.stall_s
         _, frame = await self._link.ask(donor, ask, m.StateChunk, stall_s=stall_s)
         target = self._tensors[name][offset : offset + RANGE_ELEMENTS]
@@ -290,9 +299,7 @@ async def download(link: Link, member: StageMember, donors: Sequence[m.Member], 
     stall_s = link.context.config.timing.stall_s
 
     async def offer(donor: m.Member) -> m.StateManifest | None:
-        ask = m.StateOffer(
-            run=link.context.run, stage=member.stage, min_step=min_step, reader=link.context.incarnation
-        )
+        ask = m.StateOffer(run=link.context.run, stage=member.stage, min_step=min_step, reader=link.context.incarnation)
         try:
             manifest, _ = await link.ask(donor, ask, m.StateManifest, stall_s=stall_s)
         except (LinkError, RemoteError) as error:

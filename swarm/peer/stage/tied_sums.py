@@ -94,9 +94,14 @@ class TiedSums:
         flat = torch.empty(total, dtype=self._member.compute.master_dtype)
         for offset in range(0, total, CHUNK_ELEMENTS):
             request = m.FetchTied(
-                run=message.run, stage=stage, step=message.step, attempt=message.attempts[stage], name=wanted.name,
-                offset=offset, length=CHUNK_ELEMENTS,
-            )  # fmt: skip
+                run=message.run,
+                stage=stage,
+                step=message.step,
+                attempt=message.attempts[stage],
+                name=wanted.name,
+                offset=offset,
+                length=CHUNK_ELEMENTS,
+            )
             reply, frame = await self._link.ask(
                 holder, request, m.SumCopy, stall_s=self._member.config.timing.stall_s, progress=state.from_others
             )

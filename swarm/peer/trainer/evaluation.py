@@ -35,7 +35,9 @@ class Evaluator:
             async with limit:
                 for attempt in range(MAX_TRIES):
                     try:
-                        trained = await self._route_trips.evaluate(Ticket(record.step + 1, number), record.version_id, tensors, buffers)
+                        trained = await self._route_trips.evaluate(
+                            Ticket(record.step + 1, number), record.version_id, tensors, buffers
+                        )
                         return trained.loss_sum, trained.tokens
                     except (LinkError, RemoteError) as error:
                         if isinstance(error, RemoteRefused) and error.code == "failed_everywhere":

@@ -52,9 +52,7 @@ class RoundTrips:
     def json_fields(self) -> dict[str, float]:
         """Means; what is left of a round trip is transfers and everything that the swarm adds."""
         count = max(1, self.count)
-        return {
-            "round_trip_s": self.seconds / count, "queue_s": self.queue_s / count, "compute_s": self.compute_s / count
-        }  # fmt: skip
+        return {"round_trip_s": self.seconds / count, "queue_s": self.queue_s / count, "compute_s": self.compute_s / count}
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,17 @@ class TicketReport:
     def json_line(self) -> dict[str, Any]:
         """`step` counts from 1, as in the metrics of steps."""
         return {
-            "step": self.ticket.step + 1, "index": self.ticket.index, "run": self.run, "head": self.version_id,
-            "loss_sum": self.trained.loss_sum, "tokens": self.trained.tokens,
+            "step": self.ticket.step + 1,
+            "index": self.ticket.index,
+            "run": self.run,
+            "head": self.version_id,
+            "loss_sum": self.trained.loss_sum,
+            "tokens": self.trained.tokens,
             "stages": [
-                {"peer": hop.peer, "computed_on": hop.computed_on,
-                 **(hop.norms.model_dump() if hop.norms is not None else {})} for hop in self.trained.hops
+                {"peer": hop.peer, "computed_on": hop.computed_on, **(hop.norms.model_dump() if hop.norms is not None else {})}
+                for hop in self.trained.hops
             ],
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -135,4 +137,3 @@ def payload_of(batch: BatchLike) -> tuple[tuple[m.TensorSpec, ...], list[Buffer]
             specs.append(m.TensorSpec(name=name, dtype=str(array.dtype), shape=array.shape, role=role))
             buffers.append(array.data.cast("B") if array.size else b"")
     return tuple(specs), buffers
-

@@ -41,9 +41,13 @@ class TicketRetries:
     """
 
     def __init__(
-        self, context: PeerContext, feed: FeedLike, route_trips: RouteTrips, record: Callable[[], m.CommitRecord | None],
+        self,
+        context: PeerContext,
+        feed: FeedLike,
+        route_trips: RouteTrips,
+        record: Callable[[], m.CommitRecord | None],
         on_ticket: Callable[[TicketReport], None] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._context = context
         self._config = context.config
         self._feed = feed
@@ -99,9 +103,7 @@ class TicketRetries:
             except RemoteError as error:
                 reason = str(error)
             if num_failed == MAX_FAILURES:
-                raise TicketFailed(
-                    f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?"
-                )
+                raise TicketFailed(f"ticket {tuple(ticket)} fails on every peer of {reason}; do the data fit the model?")
             self.num_retries += 1
             give_up_at = min(give_up_at, loop.time() + self._config.timing.stage_lost_s)
             if loop.time() > give_up_at or self.stopping:

@@ -36,9 +36,16 @@ class RouteTrips:
         return taken
 
     async def train(
-        self, ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer], downstream: dict[int, str],
-        avoid: frozenset[str], *, with_norms: bool = False,
-    ) -> tuple[m.Trained, int]:  # fmt: skip
+        self,
+        ticket: Ticket,
+        version_id: str,
+        tensors: Specs,
+        buffers: Sequence[Buffer],
+        downstream: dict[int, str],
+        avoid: frozenset[str],
+        *,
+        with_norms: bool = False,
+    ) -> tuple[m.Trained, int]:
         """Forward and backward.
 
         Args:
@@ -69,9 +76,16 @@ class RouteTrips:
         return result.trained
 
     async def _one(
-        self, mode: Literal["train", "eval"], ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer],
-        downstream: dict[int, str], avoid: frozenset[str], with_norms: bool | None = None,
-    ) -> tuple[m.Route, HopResult]:  # fmt: skip
+        self,
+        mode: Literal["train", "eval"],
+        ticket: Ticket,
+        version_id: str,
+        tensors: Specs,
+        buffers: Sequence[Buffer],
+        downstream: dict[int, str],
+        avoid: frozenset[str],
+        with_norms: bool | None = None,
+    ) -> tuple[m.Route, HopResult]:
         loop = asyncio.get_running_loop()
         context, num_samples = self._link.context, _num_samples(tensors)
         await self.wiring.settled()
@@ -84,9 +98,15 @@ class RouteTrips:
             if self.wiring.is_outdated(remaining):
                 raise RemoteError("peers have gone since the route was made")
             return m.Train(
-                run=context.run, mode=mode, ticket=ticket, version_id=version_id, stage=0, route=remaining, tensors=tensors,
+                run=context.run,
+                mode=mode,
+                ticket=ticket,
+                version_id=version_id,
+                stage=0,
+                route=remaining,
+                tensors=tensors,
                 with_norms=with_norms,
-            )  # fmt: skip
+            )
 
         def failed(stage: int, peer: str, waited_s: float) -> None:
             self.wiring.failed(stage, peer, now=loop.time(), waited_s=waited_s, num_samples=num_samples)

@@ -72,9 +72,7 @@ class Trainer:
         self._tasks = Tasks()
         self.link = Link(context)
         self.election = Election(self.link, self._tasks, rank=1)
-        RunInfoServer(
-            self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known
-        )
+        RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
         ban_s = self.config.timing.record_ttl_s
         wiring = Wiring(self.config.num_stages, context.rng, self.link.presence, max_ban_s=ban_s, router=router)
         self._route_trips = RouteTrips(self.link, wiring)
@@ -177,17 +175,23 @@ class Trainer:
     def _status(self) -> m.StatusReply:
         coordinator = self.election.coordinator
         detail: dict[str, str | int | float | bool] = {
-            "in_flight": len(self._running), "in_flight_limit": self.limit, "retries": self.retries.num_retries,
-            "waiting_for": (self.election.waiting_for or self.waiting_for)[:200], "coordinator": coordinator is not None,
+            "in_flight": len(self._running),
+            "in_flight_limit": self.limit,
+            "retries": self.retries.num_retries,
+            "waiting_for": (self.election.waiting_for or self.waiting_for)[:200],
+            "coordinator": coordinator is not None,
             "total_steps": self.context.config.total_steps,
-        }  # fmt: skip
+        }
         return m.StatusReply(
-            role="trainer", member=self.context.member(), step=self.record.step + 1 if self.record else -1,
+            role="trainer",
+            member=self.context.member(),
+            step=self.record.step + 1 if self.record else -1,
             version_id=self.record.version_id if self.record else "",
             state="finished" if self.finished else STATE if self.election.vigil is not None else "training",
-            detail=detail, stages=self.record.members if self.record else (),
+            detail=detail,
+            stages=self.record.members if self.record else (),
             ballot=self.election.ballot,
-        )  # fmt: skip
+        )
 
     # ------------------------------------------------------------------------------------------------ leases
 
@@ -202,14 +206,20 @@ class Trainer:
         done = dict(self._done)
         evaluated = self._evaluated
         request = m.Lease(
-            run=self.context.run, trainer=self.context.member(), data_digest=self._feed.data_digest,
+            run=self.context.run,
+            trainer=self.context.member(),
+            data_digest=self._feed.data_digest,
             known_step=self.record.step if self.record is not None else -2,
             known_era=self.record.era if self.record is not None else 0,
             known_version_id=self.record.version_id if self.record is not None else "",
-            known_ballot=self.record.ballot if self.record is not None else ZERO_BALLOT, done=tuple(done.items()),
-            holding=(*self._running, *self._reserve), want=want, retries=self.retries.num_retries, evaluated=evaluated,
+            known_ballot=self.record.ballot if self.record is not None else ZERO_BALLOT,
+            done=tuple(done.items()),
+            holding=(*self._running, *self._reserve),
+            want=want,
+            retries=self.retries.num_retries,
+            evaluated=evaluated,
             leaving=leaving,
-        )  # fmt: skip
+        )
         timing = self.config.timing
         leased, _ = await self.link.ask(coordinator, request, m.Leased, stall_s=timing.coordinator_s + timing.heartbeat_s)
         for ticket in done:

@@ -16,9 +16,14 @@ class Wiring:
     """One trainer's routers, one for each stage."""
 
     def __init__(
-        self, num_stages: int, rng: random.Random, presence: Presence, *, max_ban_s: float,
+        self,
+        num_stages: int,
+        rng: random.Random,
+        presence: Presence,
+        *,
+        max_ban_s: float,
         router: type[StageRouter] = StageRouter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._presence = presence
         self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
         self._members: list[dict[tuple[str, str], m.Member]] = [{} for _ in range(num_stages)]
@@ -31,9 +36,8 @@ class Wiring:
         self._presence.liveness.set_groups(self._members)
 
     def route(
-        self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None,
-        avoid: frozenset[str] = frozenset(),
-    ) -> m.Route | int:  # fmt: skip
+        self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None, avoid: frozenset[str] = frozenset()
+    ) -> m.Route | int:
         """Candidates for every stage, or the first stage that has none at `now`.
 
         Who may be gone is left out; where all of a stage may be, they are tried, for the stage before may reach them.
@@ -73,9 +77,7 @@ class Wiring:
     async def settled(self) -> None:
         """While all of a stage are in doubt, and some of them not looked at yet, nobody of it can be chosen."""
         liveness = self._presence.liveness
-        while any(
-            len(liveness.silent(members)) < len(members) == len(liveness.doubted(members)) for members in self._members
-        ):
+        while any(len(liveness.silent(members)) < len(members) == len(liveness.doubted(members)) for members in self._members):
             await self._presence.look_ended()
 
     def observe(self, route: m.Route, hops: tuple[m.Hop, ...], num_samples: int) -> None:

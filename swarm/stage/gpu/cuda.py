@@ -169,9 +169,16 @@ class CudaDevice(Device):
         return _Download(parts, _event_on(self._downloads))
 
     def add(
-        self, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-        entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
-    ) -> Added:  # fmt: skip
+        self,
+        accumulator: Accumulator,
+        index: int,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        loss_scale: float,
+        entry: LedgerEntry | Tensors,
+        with_norm: bool,
+        borrowed: bool = False,
+    ) -> Added:
         seen = survey(gradients, LARGEST, self._device)
         known = entry if isinstance(entry, LedgerEntry) else None
         told = [] if isinstance(entry, LedgerEntry) else [entry["tokens"], entry["loss_sum"].detach()]

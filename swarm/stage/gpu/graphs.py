@@ -38,7 +38,12 @@ _PAY = 1.0
 
 
 def captured_if_it_pays(
-    launch: Callable[[], object], call: Call, version: Version, inputs: Tensors, labels: Tensors | None, budget: MemoryBudget,
+    launch: Callable[[], object],
+    call: Call,
+    version: Version,
+    inputs: Tensors,
+    labels: Tensors | None,
+    budget: MemoryBudget,
     graph_bytes: Callable[[], int],
 ) -> CapturedStage | None:
     """The stage captured for micro-batches like this one; None if it cannot be, or takes longer than launches.
@@ -78,9 +83,11 @@ def captured_if_it_pays(
     else:
         pays = captured_s <= _PAY * launched_s
         logger.info(
-            "a micro-batch takes %.1f ms, by CUDA graphs %.1f ms: they are %s", 1e3 * launched_s, 1e3 * captured_s,
+            "a micro-batch takes %.1f ms, by CUDA graphs %.1f ms: they are %s",
+            1e3 * launched_s,
+            1e3 * captured_s,
             "used" if pays else "not used",
-        )  # fmt: skip
+        )
         if pays:
             return captured
     if captured is not None:
@@ -274,9 +281,11 @@ class _CapturedCall:
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
         with _recording(self.backward, stage.stream, pool):
             found = torch.autograd.grad(
-                list(version_ids.values()), [*leaves.values(), *stage.parameters.values()], list(self.seeds.values()),
+                list(version_ids.values()),
+                [*leaves.values(), *stage.parameters.values()],
+                list(self.seeds.values()),
                 allow_unused=True,
-            )  # fmt: skip
+            )
         #: By name; None where unused, as in `gradients`. Both stay until this call's next backward.
         self.input_gradients = dict(zip(leaves, found, strict=False))
         self.gradients = found[len(leaves) :]

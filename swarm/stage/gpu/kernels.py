@@ -108,9 +108,11 @@ def _blocks_of(sizes: tuple[int, ...], device: torch.device) -> _Blocks:
     first_of = [0, *accumulate(counts.tolist())]
     tensor_of = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     return _Blocks(
-        first_of[-1], tensor_of.to(device, torch.int32), torch.tensor(first_of[:-1]).to(device, torch.int32),
+        first_of[-1],
+        tensor_of.to(device, torch.int32),
+        torch.tensor(first_of[:-1]).to(device, torch.int32),
         torch.tensor(sizes).to(device),
-    )  # fmt: skip
+    )
 
 
 def _survey_kernel(present: Sequence[torch.Tensor], is_valid: torch.Tensor, largest: float) -> list[torch.Tensor]:
@@ -143,8 +145,16 @@ def _add_kernel(totals: Sequence[torch.Tensor], summands: Sequence[Summand]) -> 
     for (total_dtype, dtype), group in rows.items():
         blocks = _blocks_of(tuple(total.numel() for total, _ in group), totals[0].device)
         columns = [[total for total, _ in group], *zip(*(present for _, present in group), strict=True)]
-        _launch(_kernels().add, blocks, columns, len(group), *arguments, total_kind=_kind(total_dtype), kind=_kind(dtype),
-                count=len(summands))  # fmt: skip
+        _launch(
+            _kernels().add,
+            blocks,
+            columns,
+            len(group),
+            *arguments,
+            total_kind=_kind(total_dtype),
+            kind=_kind(dtype),
+            count=len(summands),
+        )
 
 
 def _launch(
@@ -155,9 +165,16 @@ def _launch(
     is_aligned = math.gcd(*addresses, *(tensor.numel() for tensor in columns[0] if tensor is not None)) % _ALIGNMENT == 0
     host = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
     kernel[(blocks.num,)](
-        host.to(blocks.sizes.device, non_blocking=True), blocks.tensor_of, blocks.first_of, blocks.sizes, *arguments,
-        is_aligned=is_aligned, block=_BLOCK, num_warps=8, **constants,
-    )  # fmt: skip
+        host.to(blocks.sizes.device, non_blocking=True),
+        blocks.tensor_of,
+        blocks.first_of,
+        blocks.sizes,
+        *arguments,
+        is_aligned=is_aligned,
+        block=_BLOCK,
+        num_warps=8,
+        **constants,
+    )
 
 
 def _kind(dtype: torch.dtype) -> Any:

@@ -30,8 +30,16 @@ def _pointer(address, kind: tl.constexpr, is_aligned: tl.constexpr):
 
 @triton.jit
 def survey(
-    addresses, tensor_of, first_of, sizes, result, squares, largest,
-    kind: tl.constexpr, is_aligned: tl.constexpr, block: tl.constexpr,
+    addresses,
+    tensor_of,
+    first_of,
+    sizes,
+    result,
+    squares,
+    largest,
+    kind: tl.constexpr,
+    is_aligned: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Set `result` to 0 if an element is NaN or beyond `largest`; `squares` get the sum of squares of each block."""
     tensor = tl.load(tensor_of + tl.program_id(0))
@@ -53,8 +61,24 @@ def _plus(value, address, valid, factor, offsets, inside, kind: tl.constexpr, is
 
 @triton.jit
 def add(
-    addresses, tensor_of, first_of, sizes, num_tensors, v0, f0, v1, f1, v2, f2, v3, f3,
-    total_kind: tl.constexpr, kind: tl.constexpr, is_aligned: tl.constexpr, count: tl.constexpr, block: tl.constexpr,
+    addresses,
+    tensor_of,
+    first_of,
+    sizes,
+    num_tensors,
+    v0,
+    f0,
+    v1,
+    f1,
+    v2,
+    f2,
+    v3,
+    f3,
+    total_kind: tl.constexpr,
+    kind: tl.constexpr,
+    is_aligned: tl.constexpr,
+    count: tl.constexpr,
+    block: tl.constexpr,
 ):
     """`total += g * f` for the first `count` summands whose `v` is not 0, in their order.
 

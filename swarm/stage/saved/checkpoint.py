@@ -107,10 +107,10 @@ class StageCheckpoint:
         """
 
         found, own = self.moments(), moments.layout
-        optimizer = OptimizerState({
-            name: self._flat(found, layout, str(moments.home), f"{name}/")
-            for name, (_, layout) in moments.entries.items()
-        }, self.num_updates)  # fmt: skip
+        optimizer = OptimizerState(
+            {name: self._flat(found, layout, str(moments.home), f"{name}/") for name, (_, layout) in moments.entries.items()},
+            self.num_updates,
+        )
         previous = None
         if self.previous is not None:
             previous = make_version(self.previous, own, self._flat(self._load("previous"), own, device), dtype)
@@ -291,9 +291,7 @@ def _named(layout: Layout, flat: torch.Tensor, prefix: str = "") -> dict[str, to
     return {prefix + name: view.detach().cpu().clone() for name, view in layout.named(flat).items()}
 
 
-def scan(
-    roots: Iterable[Path], *, stage: int | None = None, damaged: list[StorageError] | None = None
-) -> list[StageCheckpoint]:
+def scan(roots: Iterable[Path], *, stage: int | None = None, damaged: list[StorageError] | None = None) -> list[StageCheckpoint]:
     """Every complete stage checkpoint below `roots`, at any depth, by its description: its tensors are not looked at.
 
     Args:
@@ -305,6 +303,7 @@ def scan(
         ConfigError: if a root does not exist.
         StorageError: if a description cannot be read and `damaged` is None.
     """
+
     def refuse(error: StorageError) -> None:
         if damaged is None:
             raise error from None
@@ -326,17 +325,19 @@ def scan(
                 if path.parent.parent != stage_directory(path.parents[3], meta["stage"]):
                     raise ValueError(f"it is of stage {meta['stage']}")
                 previous, best = meta["previous"], best_loss(path.parent.parent)
-                found.append(StageCheckpoint(
-                    directory=path.parent,
-                    stage=int(meta["stage"]),
-                    record=CommitRecord.model_validate(meta["record"]),
-                    previous=None if previous is None else CommitRecord.model_validate(previous),
-                    num_updates=int(meta["num_updates"]),
-                    digests=dict(meta["blake3"]),
-                    config_bytes=meta["config"].encode(),
-                    identity=identity,
-                    best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
-                ))  # fmt: skip
+                found.append(
+                    StageCheckpoint(
+                        directory=path.parent,
+                        stage=int(meta["stage"]),
+                        record=CommitRecord.model_validate(meta["record"]),
+                        previous=None if previous is None else CommitRecord.model_validate(previous),
+                        num_updates=int(meta["num_updates"]),
+                        digests=dict(meta["blake3"]),
+                        config_bytes=meta["config"].encode(),
+                        identity=identity,
+                        best_loss=best[1] if best is not None and best[0] == path.parent.name else None,
+                    )
+                )
             except FileNotFoundError:
                 if path.parent.exists():  # else it was pruned since it was listed
                     refuse(_damaged(path, "it is missing"))

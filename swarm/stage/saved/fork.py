@@ -84,9 +84,10 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
 def _state_of(kept: Moments, moments: dict[str, torch.Tensor], stage: int, num_updates: int) -> OptimizerState:
     """The part of `stage`, carried over to the bit if both runs keep moments alike, else as numbers."""
     if {key.partition("/")[0] for key in moments} == kept.entries.keys():
-        return OptimizerState({
-            name: _flat(layout, moments, f"{name}/", dtype, stage) for name, (dtype, layout) in kept.entries.items()
-        }, num_updates)  # fmt: skip
+        return OptimizerState(
+            {name: _flat(layout, moments, f"{name}/", dtype, stage) for name, (dtype, layout) in kept.entries.items()},
+            num_updates,
+        )
     numbers = numbers_of(moments)
     first, second = (_flat(kept.layout, numbers, f"{name}/", kept.dtype, stage) for name in (FIRST, SECOND))
     return kept.of_numbers(first, second, num_updates)
@@ -104,14 +105,22 @@ def _flat(layout: Layout, tensors: dict[str, torch.Tensor], prefix: str, dtype: 
 def _first_record(parent: CommitRecord, new: RunConfig, digests: list[str], step: int) -> CommitRecord:
     """A record as if the new run had committed the parent's step: its head is bound to the parent's and to the tensors."""
     results = tuple(
-        StageResult(
-            attempt=Attempt(), sum_digest=digest, sum_squares=0.0, num_tickets=new.tickets_per_step, tokens=parent.tokens
-        )
+        StageResult(attempt=Attempt(), sum_digest=digest, sum_squares=0.0, num_tickets=new.tickets_per_step, tokens=parent.tokens)
         for digest in digests
     )
     return CommitRecord(
-        run=run_id_of(new.to_bytes()), step=step - 1, version_id=version_id_of(parent.version_id, step - 1, digests, 1.0, parent.skipped),
-        previous_version_id=parent.version_id, ballot=ZERO_BALLOT, members=tuple(() for _ in digests), results=results,
-        tokens=parent.tokens, loss_sum=parent.loss_sum, grad_norm=parent.grad_norm, learning_rate=parent.learning_rate,
-        skipped=parent.skipped, loss_scale=parent.loss_scale, scale_age=parent.scale_age,
-    )  # fmt: skip
+        run=run_id_of(new.to_bytes()),
+        step=step - 1,
+        version_id=version_id_of(parent.version_id, step - 1, digests, 1.0, parent.skipped),
+        previous_version_id=parent.version_id,
+        ballot=ZERO_BALLOT,
+        members=tuple(() for _ in digests),
+        results=results,
+        tokens=parent.tokens,
+        loss_sum=parent.loss_sum,
+        grad_norm=parent.grad_norm,
+        learning_rate=parent.learning_rate,
+        skipped=parent.skipped,
+        loss_scale=parent.loss_scale,
+        scale_age=parent.scale_age,
+    )

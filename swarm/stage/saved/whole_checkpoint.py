@@ -46,9 +46,7 @@ def require_one_run(checkpoints: Iterable[StageCheckpoint]) -> None:
         raise ConfigError(f"checkpoints of {len(places)} runs ({some}): name the directories of one")
 
 
-def find_complete(
-    roots: Iterable[Path], *, step: int | None = None, best: bool = False
-) -> list[StageCheckpoint]:
+def find_complete(roots: Iterable[Path], *, step: int | None = None, best: bool = False) -> list[StageCheckpoint]:
     """One checkpoint for each stage, all of the same head: the newest that is complete, or that of `step` commits.
 
     With `best` it is the one with the lowest evaluation loss of those that a peer marked as its best. Goes by what

@@ -137,7 +137,9 @@ class Invariants:
         counted = [p for p in holders if p in newest and p.member.me.key in book.members and p.member.me.key not in book.excluded]
         if len(counted) > 1:
             names = [p.member.me.peer[:8] for p in counted]
-            self._broken(f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none excluded at {book.attempt.order}")
+            self._broken(
+                f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none excluded at {book.attempt.order}"
+            )
 
     def _check_requests(self, now: float) -> None:
         simulation = self._simulation

@@ -29,9 +29,14 @@ def step_of(message: m.Message) -> int | None:
 
 
 def kind(
-    kind: type[m.Message], *, step: int | None = None, stage: int | None = None, freeze: bool | None = None,
-    source: Node | None = None, target: Node | None = None,
-) -> Matches:  # fmt: skip
+    kind: type[m.Message],
+    *,
+    step: int | None = None,
+    stage: int | None = None,
+    freeze: bool | None = None,
+    source: Node | None = None,
+    target: Node | None = None,
+) -> Matches:
     """Matches requests of one kind, of any step, stage, freeze, source or target that is not given."""
 
     def matches(call: Call) -> bool:

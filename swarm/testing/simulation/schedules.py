@@ -31,10 +31,19 @@ from swarm.testing.simulation.small_model import small_config
 
 #: (kind, weight). Kinds are the methods of `Faults`.
 KINDS = (
-    ("kill_stage_peer", 4), ("pause", 4), ("cut", 3), ("cut_one_way", 2), ("isolate", 2), ("hang", 2),
-    ("half_backward", 3), ("kill_coordinator", 2), ("kill_trainer", 2), ("newcomer", 2), ("slow", 2),
+    ("kill_stage_peer", 4),
+    ("pause", 4),
+    ("cut", 3),
+    ("cut_one_way", 2),
+    ("isolate", 2),
+    ("hang", 2),
+    ("half_backward", 3),
+    ("kill_coordinator", 2),
+    ("kill_trainer", 2),
+    ("newcomer", 2),
+    ("slow", 2),
     ("partition", 1),
-)  # fmt: skip
+)
 #: In schedules with an even seed peers also move: some on purpose, and some because the policy decides so this often.
 REBALANCE_EVERY_S = 0.4
 
@@ -82,19 +91,30 @@ class Schedule:
         lossy = rng.random() < 0.5
         late_s = random.Random(f"load of {seed}").choice([0.0, 0.002, 0.02])
         return cls(
-            seed=seed, num_stages=rng.choice([3, 3, 4]), peers_per_stage=rng.choice([2, 2, 3]), trainers=2,
-            backbones=rng.choice([1, 1, 2]), delay_steps=rng.choice([0, 0, 1]),
-            drop=0.005 if lossy else 0.0, duplicate=0.02 if lossy else 0.0, faults=tuple(faults), tied=tied,
+            seed=seed,
+            num_stages=rng.choice([3, 3, 4]),
+            peers_per_stage=rng.choice([2, 2, 3]),
+            trainers=2,
+            backbones=rng.choice([1, 1, 2]),
+            delay_steps=rng.choice([0, 0, 1]),
+            drop=0.005 if lossy else 0.0,
+            duplicate=0.02 if lossy else 0.0,
+            faults=tuple(faults),
+            tied=tied,
             late_s=late_s,
-        )  # fmt: skip
+        )
 
     def config(self) -> RunConfig:
         timing = Timing(rebalance_every_s=REBALANCE_EVERY_S if self.seed % 2 == 0 else 0.0)
         options = {"tied": True} if self.tied else {}
         return small_config(
-            num_stages=self.num_stages, total_steps=4, delay_steps=self.delay_steps, timing=timing, model_options=options,
+            num_stages=self.num_stages,
+            total_steps=4,
+            delay_steps=self.delay_steps,
+            timing=timing,
+            model_options=options,
             max_group=2 if self.seed % 3 == 0 else 16,
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         version_id = (
@@ -140,11 +160,16 @@ class Faults:
         assert isinstance(node.peer, StagePeer)
         newest = max(n.peer.member.num_commits for n in self._stage_nodes())  # type: ignore[union-attr]
         return any(
-            n is not node and n.peer.stage == node.peer.stage and n.peer.membership.serving and not self._moves(n)  # type: ignore[union-attr]
-            and n.peer.member.up_to_date and n.peer.member.num_commits == newest and n.name not in self.simulation.troubled  # type: ignore[union-attr]
+            n is not node
+            and n.peer.stage == node.peer.stage
+            and n.peer.membership.serving
+            and not self._moves(n)  # type: ignore[union-attr]
+            and n.peer.member.up_to_date
+            and n.peer.member.num_commits == newest
+            and n.name not in self.simulation.troubled  # type: ignore[union-attr]
             and _keeps_up(n.peer, node.peer)  # type: ignore[arg-type]
             for n in self._stage_nodes()
-        )  # fmt: skip
+        )
 
     def _moves(self, node: Node) -> bool:
         """A record has it go to another stage."""
@@ -261,14 +286,16 @@ class Faults:
 
 async def _run(schedule: Schedule) -> Counter[str]:
     simulation = Simulation(
-        schedule.config(), seed=schedule.seed, drop=schedule.drop, drop_reply=schedule.drop, duplicate=schedule.duplicate,
+        schedule.config(),
+        seed=schedule.seed,
+        drop=schedule.drop,
+        drop_reply=schedule.drop,
+        duplicate=schedule.duplicate,
         jitter_s=0.002,
-    )  # fmt: skip
+    )
     faults = Faults(simulation)
     try:
-        await simulation.start(
-            peers_per_stage=schedule.peers_per_stage, trainers=schedule.trainers, backbones=schedule.backbones
-        )
+        await simulation.start(peers_per_stage=schedule.peers_per_stage, trainers=schedule.trainers, backbones=schedule.backbones)
         await simulation.began()
         running = [asyncio.ensure_future(faults.run(fault)) for fault in schedule.faults]
         await simulation.finish(within_s=600.0)

@@ -152,9 +152,16 @@ class Simulation:
     """Peers on one in-memory network; every random draw comes from `seed`."""
 
     def __init__(
-        self, config: RunConfig, *, seed: int = 0, feed: object | None = None, factory: object | None = None,
-        forward_s: float = 0.010, state_dir: Path | None = None, **network: float,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        *,
+        seed: int = 0,
+        feed: object | None = None,
+        factory: object | None = None,
+        forward_s: float = 0.010,
+        state_dir: Path | None = None,
+        **network: float,
+    ) -> None:
         self.config = config
         self.rng = random.Random(seed)
         self.network = MemoryNetwork(random.Random(self.rng.getrandbits(64)), **{"latency_s": 0.002, **network})
@@ -217,12 +224,17 @@ class Simulation:
         transport = _Transport(self, address, connect_s=timing.connect_s, heartbeat_s=timing.heartbeat_s)
         live = [node.address for node in self.nodes.values() if node.running is not None and not node.running.done()]
         return PeerContext(
-            config=self.config, config_bytes=self.config.to_bytes(), identity=identity,
-            incarnation=new_incarnation(self.rng), transport=transport,
+            config=self.config,
+            config_bytes=self.config.to_bytes(),
+            identity=identity,
+            incarnation=new_incarnation(self.rng),
+            transport=transport,
             dht=MemoryDht(self.dht_network, identity=identity, address=address, replication=DHT_REPLICATION),
-            rng=random.Random(self.rng.getrandbits(64)), advertise_host=address.host, bootstrap=tuple(live[:3]),
+            rng=random.Random(self.rng.getrandbits(64)),
+            advertise_host=address.host,
+            bootstrap=tuple(live[:3]),
             state_dir=state_dir,
-        )  # fmt: skip
+        )
 
     def _duration(self, name: str) -> Callable[[Priority], float]:
         def duration(priority: Priority) -> float:
@@ -249,13 +261,16 @@ class Simulation:
         context = self._context(name, same_port=same_port, state_dir=state_dir)
         executor = _Executor(self, self._duration(name))
         peer = StagePeer(
-            context, stage=stage, factory=self.factory,
+            context,
+            stage=stage,
+            factory=self.factory,
             threads=Threads(
-                compute=executor, background=InlineExecutor(lambda priority: 0.0005),
+                compute=executor,
+                background=InlineExecutor(lambda priority: 0.0005),
                 storage=InlineExecutor(lambda priority: 0.0005),
             ),
             machine=Machine(memory_limit_bytes=memory_limit_bytes),
-        )  # fmt: skip
+        )
         node = Node(name, context.transport.address, context.identity, peer, executor)
 
         def watch() -> None:
@@ -276,9 +291,12 @@ class Simulation:
         context = self._context(name)
         node = Node(name, context.transport.address, context.identity, None)  # type: ignore[arg-type]
         node.peer = Trainer(
-            context, feed=self.feed, on_step=node.reports.append, on_evaluation=node.evaluations.append,
+            context,
+            feed=self.feed,
+            on_step=node.reports.append,
+            on_evaluation=node.evaluations.append,
             **{"on_ticket": node.tickets.append, **options},  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         return await self._start(node)
 
     async def _start(self, node: Node) -> Node:
@@ -370,7 +388,10 @@ class Simulation:
                 record = self.commits[max(self.commits)] if self.commits else None
                 joins = stage if stage is not None else number % self.config.num_stages
                 request = Join(
-                    run=context.run, stage=joins, member=context.member(ready=True), version_id=record.version_id if record else None
+                    run=context.run,
+                    stage=joins,
+                    member=context.member(ready=True),
+                    version_id=record.version_id if record else None,
                 )
                 for node in coordinators:
                     with contextlib.suppress(SwarmError):
@@ -447,9 +468,10 @@ class Simulation:
 
     def stage_peers(self, stage: int | None = None) -> list[StagePeer]:
         return [
-            node.peer for node in self.nodes.values()
+            node.peer
+            for node in self.nodes.values()
             if isinstance(node.peer, StagePeer) and (stage is None or node.peer.stage == stage)
-        ]  # fmt: skip
+        ]
 
     async def finish(self, *, within_s: float = 600.0) -> None:
         """Until every trainer is done; fails if a peer did."""
@@ -575,6 +597,6 @@ def check(simulation: Simulation, *, lineages: bool = False) -> None:
             for p in simulation.stage_peers(stage)
             if p.membership.serving and p.member.up_to_date and p.member.state_digest
         }
-        assert len({digest for version_id, digest in states if version_id in simulation.version_ids[config.total_steps - 1]}) == 1, (
-            f"replicas_identical: stage {stage}: {states}"
-        )
+        assert (
+            len({digest for version_id, digest in states if version_id in simulation.version_ids[config.total_steps - 1]}) == 1
+        ), f"replicas_identical: stage {stage}: {states}"

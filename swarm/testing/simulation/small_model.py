@@ -96,10 +96,18 @@ class SmallFeed:
 
 def small_config(**changes: object) -> RunConfig:
     base: dict[str, object] = {
-        "num_stages": 3, "micro_batch_size": 4, "target_batch_size": 32, "total_steps": 4, "precision": "fp64",
-        "compression": "none", "warmup_steps": 2, "learning_rate": 0.05, "eval_samples": 0, "checkpoint_every": 0,
+        "num_stages": 3,
+        "micro_batch_size": 4,
+        "target_batch_size": 32,
+        "total_steps": 4,
+        "precision": "fp64",
+        "compression": "none",
+        "warmup_steps": 2,
+        "learning_rate": 0.05,
+        "eval_samples": 0,
+        "checkpoint_every": 0,
         "max_grad_norm": 0.3,
-    }  # fmt: skip
+    }
     return RunConfig(**{**base, **changes})  # type: ignore[arg-type]
 
 
@@ -138,9 +146,13 @@ def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Colle
         stages[-1].copy = stages[0].layer0.weight  # type: ignore[assignment]
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
     optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
-        weight_decay=config.weight_decay, foreach=False,
-    )  # fmt: skip
+        parameters,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        foreach=False,
+    )
     feed = feed or SmallFeed(config)
     losses, grad_norms = [], []
     history: list[list[torch.Tensor]] = []

@@ -458,7 +458,9 @@ def test_fp16_halves_the_loss_scale_after_an_overflow():
         scales = [simulation.commits[step].loss_scale for step in range(-1, 5)]
         assert [simulation.commits[step].skipped for step in range(5)] == [False, True, False, False, False]
         assert scales == [2.0**14, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**13]
-        states = [{(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(k)} for k in range(3)]
+        states = [
+            {(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(k)} for k in range(3)
+        ]
         assert all(len(state) == 1 for state in states)
         losses = [simulation.commits[step].loss for step in (0, 2, 3, 4)]
         expected = one_process(small_config(total_steps=5, precision="fp32", target_batch_size=16), feed=feed, skip={1}).losses

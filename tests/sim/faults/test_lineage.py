@@ -163,9 +163,12 @@ def test_a_run_resumes_from_disk_after_everyone_was_killed(tmp_path):
 @pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.parametrize(
     ("after_s", "is_empty", "waiting_for"),
-    [(12.0, False, "with them the run goes on at step "), (40.0, False, "with them the run goes on at step "),
-     (40.0, True, "(stage 0: {kept}; stage 1: none; stage 2: {kept})")],
-)  # fmt: skip
+    [
+        (12.0, False, "with them the run goes on at step "),
+        (40.0, False, "with them the run goes on at step "),
+        (40.0, True, "(stage 0: {kept}; stage 1: none; stage 2: {kept})"),
+    ],
+)
 def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s, is_empty, waiting_for, steps):
     """Only one peer of each stage wrote it, and that of stage 1 starts late, or is there and has lost it: nothing is begun
     again."""
@@ -383,6 +386,7 @@ def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tm
         [written] = tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")
         name = written.parts[-5]
         if how == "it fails":
+
             def scan_there(roots, **options):
                 if roots == [tmp_path / name]:
                     raise MemoryError
@@ -457,9 +461,10 @@ def test_those_who_hold_nothing_do_not_begin_again_without_those_who_hold_the_ne
     async def main():
         simulation = await killed_after(config, tmp_path, 5)
         written = [
-            path for path in tmp_path.glob("*/checkpoints/stage-*/step-*/parameters.safetensors")
+            path
+            for path in tmp_path.glob("*/checkpoints/stage-*/step-*/parameters.safetensors")
             if path.parent.name in ("step-00000002", "step-00000004")
-        ]  # fmt: skip
+        ]
         writers = {path.parts[-5]: int(path.parts[-3][-1]) for path in written}
         assert len(writers) == config.num_stages
         whole = {path: path.read_bytes() for path in written}
@@ -620,9 +625,8 @@ def test_two_halves_that_both_began_the_run_follow_one_list_of_members(survives)
         assert len({r.version_id for r in records.values()}) == 1
         remaining = survives(records).coordinator
         lost = next(
-            name for name, node in simulation.nodes.items()
-            if name.startswith("backbone") and node.peer.context.peer != remaining
-        )  # fmt: skip
+            name for name, node in simulation.nodes.items() if name.startswith("backbone") and node.peer.context.peer != remaining
+        )
         await simulation.add_trainer("trainer0")
         half = [n for n in simulation.nodes if n.endswith(lost[-1]) and n != "trainer0"]
         simulation.heal_partition()

@@ -83,8 +83,11 @@ async def backward_after_the_seal(seed):
     leader, *_, late = [node_of(simulation, member) for member in simulation.commits[0].members[1]]
     with HeldBack(simulation, kind(m.Train, stage=2, step=1, source=late), limit=1) as backward:
         below = await backward.reached()
-        above = next(c for c in simulation.open_calls if c.target == late.address and kind(m.Train)(c)
-                     and c.message.ticket == below.message.ticket)  # fmt: skip
+        above = next(
+            c
+            for c in simulation.open_calls
+            if c.target == late.address and kind(m.Train)(c) and c.message.ticket == below.message.ticket
+        )
         simulation.network.cut(above.source, late.address)
         await simulation.kill(leader.name)
         with HeldBack(simulation, kind(m.AllReduce, step=1, stage=1)) as average:
@@ -146,9 +149,15 @@ async def prepared_at_different_attempts(seed):
 
 
 SCHEDULES = (
-    calm, lost_replies, half_backward, restart_between_seal_and_average, backward_after_the_seal,
-    commit_between_forward_and_backward, calm_and_tied, prepared_at_different_attempts,
-)  # fmt: skip
+    calm,
+    lost_replies,
+    half_backward,
+    restart_between_seal_and_average,
+    backward_after_the_seal,
+    commit_between_forward_and_backward,
+    calm_and_tied,
+    prepared_at_different_attempts,
+)
 SEEDS = (1, 2)
 
 # ---------------------------------------------------------------------------------------------------- mutations

@@ -9,17 +9,7 @@ import pytest
 from swarm.base.errors import Stalled
 from swarm.peer.stage import state_transfer
 from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.phases import (
-    HeldBack,
-    Log,
-    committed,
-    coordinator_of,
-    kind,
-    ledger,
-    node_at,
-    node_of,
-    until,
-)
+from swarm.testing.simulation.phases import HeldBack, Log, committed, coordinator_of, kind, ledger, node_at, node_of, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
 from swarm.wire import messages as m
@@ -365,10 +355,11 @@ def test_a_trainer_that_dies_after_the_last_stage_accumulated():
             own = {c.message.ticket for c in simulation.open_calls if c.source == trainer.address and kind(m.Train)(c)}
             last = {c.message.ticket for c in calls.calls if c.message.stage == 2 and isinstance(c.reply, m.Trained)}
             return {
-                t for t in own & last
+                t
+                for t in own & last
                 if any(t.index in ledger(simulation.nodes[f"stage2.{i}"], t.step) for i in range(2))
                 and not any(t.index in ledger(simulation.nodes[f"stage{k}.{i}"], t.step) for k in range(2) for i in range(2))
-            }  # fmt: skip
+            }
 
         await until(half_done, "a ticket in the last stage's ledger only", every_s=0.0005)
         (ticket, *_) = half_done()
@@ -397,10 +388,12 @@ def test_the_last_ticket_of_the_run(delay_steps):
             call = await held.reached()
             rest = set(range(index))
             await until(
-                lambda: all(ledger(simulation.nodes[f"stage{k}.0"], 2) | ledger(simulation.nodes[f"stage{k}.1"], 2) == rest
-                            for k in range(3)),
+                lambda: all(
+                    ledger(simulation.nodes[f"stage{k}.0"], 2) | ledger(simulation.nodes[f"stage{k}.1"], 2) == rest
+                    for k in range(3)
+                ),
                 "every other ticket was accumulated",
-            )  # fmt: skip
+            )
             victim = node_at(simulation, call.source)
             other = next(n for n in simulation.nodes.values() if n.name.startswith("trainer") and n is not victim)
             assert not other.running.done(), "the other trainer has gone before the run was finished"

@@ -25,10 +25,7 @@ def slow_swarm(config, **options):
 
 @pytest.mark.parametrize(
     ("changes", "peers_per_stage"),
-    [
-        ({}, 2), ({"delay_steps": 1, "target_batch_size": 8}, 1),
-        ({"eval_samples": 4, "eval_every": 1, "target_batch_size": 8}, 1),
-    ],
+    [({}, 2), ({"delay_steps": 1, "target_batch_size": 8}, 1), ({"eval_samples": 4, "eval_every": 1, "target_batch_size": 8}, 1)],
     ids=["plain", "delayed", "evaluated"],
 )
 def test_jobs_of_minutes_train_without_a_retry(changes, peers_per_stage):

@@ -182,7 +182,9 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
         manifest, _ = await link.ask(donor.peer.member.me, offer, m.StateManifest)
 
         async def hold() -> None:
-            ask = m.StateRange(run=run, stage=1, version_id=manifest.record.version_id, name="masters", offset=0, length=1, reader="00" * 8)
+            ask = m.StateRange(
+                run=run, stage=1, version_id=manifest.record.version_id, name="masters", offset=0, length=1, reader="00" * 8
+            )
             while True:
                 await link.ask(donor.peer.member.me, ask, m.StateChunk)
                 await asyncio.sleep(1.0)

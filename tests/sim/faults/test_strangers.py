@@ -68,13 +68,17 @@ def foreign_tickets(simulation):
         m.TensorSpec(name="y", dtype="int64", shape=(1,), role="label"),
     )
     for ticket in (Ticket(record.step + 1, 50), Ticket(record.step + 1, -1), Ticket(2**40, 0), Ticket(record.step + 1, 2**40)):
-        yield m.Train(
-            run=record.run, ticket=ticket, version_id=record.version_id, stage=0, route=route, tensors=tensors
-        ), (bytes(48), bytes(8))  # fmt: skip
+        yield (
+            m.Train(run=record.run, ticket=ticket, version_id=record.version_id, stage=0, route=route, tensors=tensors),
+            (bytes(48), bytes(8)),
+        )
     large = (tensors[0].model_copy(update={"shape": (1000, 6)}), tensors[1])
-    yield m.Train(
-        run=record.run, ticket=Ticket(record.step + 1, 0), version_id=record.version_id, stage=0, route=route, tensors=large
-    ), (bytes(48_000), bytes(8))  # fmt: skip
+    yield (
+        m.Train(
+            run=record.run, ticket=Ticket(record.step + 1, 0), version_id=record.version_id, stage=0, route=route, tensors=large
+        ),
+        (bytes(48_000), bytes(8)),
+    )
 
 
 def test_tickets_that_are_none_of_the_run_are_refused():

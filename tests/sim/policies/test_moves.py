@@ -231,10 +231,7 @@ def test_nothing_moves_in_an_hour_when_nothing_is_gained():
     """Paces that vary by a fifth are measured, and decided upon every 300 s: 5 peers on 2 stages are as good as they get."""
 
     async def main():
-        timing = Timing(
-            heartbeat_s=10.0, stall_s=120.0, request_s=20.0, lease_s=120.0, coordinator_s=30.0,
-            record_ttl_s=120.0,
-        )  # fmt: skip
+        timing = Timing(heartbeat_s=10.0, stall_s=120.0, request_s=20.0, lease_s=120.0, coordinator_s=30.0, record_ttl_s=120.0)
         settings = small_config(num_stages=2, total_steps=20, target_batch_size=64, timing=timing)
         simulation = Simulation(settings, seed=49, forward_s=8.0)
         await start(simulation, [3, 2])

@@ -117,8 +117,23 @@ def test_what_cannot_be_forked_is_one_line_and_leaves_nothing(old_run, tmp_path,
 
 def test_a_fork_says_when_it_sees_samples_again(old_run, tmp_path, capsys):
     _, directory = old_run
-    assert recut(["--checkpoints", str(directory), "--out", str(tmp_path / "new"), "--target-batch-size", "24", "--steps", "9",
-                  "--log-format", "json"]) == 0  # fmt: skip
+    assert (
+        recut(
+            [
+                "--checkpoints",
+                str(directory),
+                "--out",
+                str(tmp_path / "new"),
+                "--target-batch-size",
+                "24",
+                "--steps",
+                "9",
+                "--log-format",
+                "json",
+            ]
+        )
+        == 0
+    )
     first = json.loads(capsys.readouterr().out.splitlines()[0])
     assert first["step"] == 2
     assert first["message"].endswith("it sees the last 16 samples again")

@@ -40,6 +40,7 @@ def test_a_live_run_gives_all_stages_of_one_version_and_goes_on() -> None:
         masters: dict[tuple[int, str], torch.Tensor] = {}
         await simulation.start(peers_per_stage=2, trainers=1)
         for peer in simulation.stage_peers():
+
             def note(record, peer=peer):
                 newest = peer.member.versions.newest
                 masters[peer.stage, newest.version_id] = newest.masters

@@ -20,9 +20,16 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
 
 def llama_config(**changes):
     base = {
-        "num_stages": 3, "model_options": SMALL, "sequence_length": 32, "micro_batch_size": 4, "target_batch_size": 16,
-        "compression": "none", "eval_samples": 0, "checkpoint_every": 0, "warmup_steps": 2,
-    }  # fmt: skip
+        "num_stages": 3,
+        "model_options": SMALL,
+        "sequence_length": 32,
+        "micro_batch_size": 4,
+        "target_batch_size": 16,
+        "compression": "none",
+        "eval_samples": 0,
+        "checkpoint_every": 0,
+        "warmup_steps": 2,
+    }
     return RunConfig(**{**base, **changes})
 
 
@@ -40,9 +47,12 @@ def plain_loop(*parts):
     if config.precision == "fp64":
         model = model.double()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon,
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
         weight_decay=config.weight_decay,
-    )  # fmt: skip
+    )
     losses = []
     for config, first, end in parts:
         feed = open_feed(config, None, None, None)
@@ -109,12 +119,16 @@ def test_more_experts_than_samples_in_a_micro_batch_are_trained():
     """What the routers count has a row for each expert: 8 of them, 2 samples, over 3 stages."""
     torch.set_num_threads(1)
     experts = {
-        "model_type": "mixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "num_local_experts": 8, "output_router_logits": True,
-    }  # fmt: skip
-    config = llama_config(
-        model="causal-lm", model_options=experts, micro_batch_size=2, target_batch_size=4, total_steps=2
-    )
+        "model_type": "mixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "output_router_logits": True,
+    }
+    config = llama_config(model="causal-lm", model_options=experts, micro_batch_size=2, target_batch_size=4, total_steps=2)
     feed = open_feed(config, None, None, None)
     losses, _ = plain_loop((config, 0, config.total_steps))
 
@@ -159,9 +173,15 @@ def test_the_checkpoint_of_the_lowest_evaluation_is_kept(tmp_path):
     """At a learning rate that is too high the loss rises again after a few steps."""
     torch.set_num_threads(1)
     config = llama_config(
-        total_steps=6, eval_samples=16, eval_every=1, checkpoint_every=0, checkpoint_keep=1, precision="fp32",
-        learning_rate=0.3, warmup_steps=3,
-    )  # fmt: skip
+        total_steps=6,
+        eval_samples=16,
+        eval_every=1,
+        checkpoint_every=0,
+        checkpoint_keep=1,
+        precision="fp32",
+        learning_rate=0.3,
+        warmup_steps=3,
+    )
     feed = open_feed(config, None, None, None)
     evaluations = evaluations_of(config, feed, tmp_path)
     assert [e.step for e in evaluations] == [1, 2, 3, 4, 5, 6]

@@ -15,15 +15,19 @@ from swarm.testing.simulation.small_model import SmallFeed, SmallStage, add_grad
 from swarm.testing.virtual_time import run_virtual
 
 COCKTAIL = {
-    "average_compression": "cocktail", "cocktail_top": 0.3, "fragments": 2, "outer_learning_rate": 1.0, "outer_momentum": 0.0,
-}  # fmt: skip
+    "average_compression": "cocktail",
+    "cocktail_top": 0.3,
+    "fragments": 2,
+    "outer_learning_rate": 1.0,
+    "outer_momentum": 0.0,
+}
 POWERSGD = {"mode": "sync", "inner_batch_size": 0, "average_compression": "powersgd", "powersgd_rank": 1, "learning_rate": 0.02}
 
 
 def local_config(**changes):
-    return small_config(**{
-        "mode": "local", "inner_batch_size": 8, "precision": "fp32", "total_steps": 5, "learning_rate": 0.005, **changes
-    })  # fmt: skip
+    return small_config(
+        **{"mode": "local", "inner_batch_size": 8, "precision": "fp32", "total_steps": 5, "learning_rate": 0.005, **changes}
+    )
 
 
 def replicas(simulation):
@@ -84,10 +88,11 @@ def test_one_peer_with_one_inner_step_is_diloco_of_one_process():
     assert float((swarm_parameters - parameters).norm() / parameters.norm()) < 1e-8
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"fragments": 3}, {"average_compression": "fp16"}, COCKTAIL,
-    POWERSGD, {**POWERSGD, "delay_steps": 1},
-], ids=lambda c: "-".join(map(str, c.values())) or "diloco")  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"fragments": 3}, {"average_compression": "fp16"}, COCKTAIL, POWERSGD, {**POWERSGD, "delay_steps": 1}],
+    ids=lambda c: "-".join(map(str, c.values())) or "diloco",
+)
 def test_replicas_are_identical_and_the_loss_falls(changes):
     config = local_config(total_steps=8, **changes)
 

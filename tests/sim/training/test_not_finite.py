@@ -59,8 +59,9 @@ def test_a_run_whose_steps_are_all_skipped_stops_after_a_few_with_one_line():
         assert text.startswith(f"steps 2 to {last} were skipped one after the other")
         assert "\n" not in text
     assert [(line["step"], line["loss"] is None, line["skipped"]) for line in lines] == [
-        (1, False, False), *((step, True, True) for step in range(2, last + 1))
-    ]  # fmt: skip
+        (1, False, False),
+        *((step, True, True) for step in range(2, last + 1)),
+    ]
 
 
 def test_a_run_that_ends_with_steps_that_were_all_skipped_is_not_done():

@@ -28,8 +28,11 @@ def test_replicas_identical_with_a_newcomer_that_took_codes_over():
         member = newcomer.peer.member
         assert member.state_bytes_received > 0, "it had nothing to take over"
         assert {name: tensor.dtype for name, tensor in member.versions.optimizer.tensors.items()} == {
-            "first": torch.uint8, "first_scales": torch.float32, "second": torch.uint8, "second_scales": torch.float32,
-        }  # fmt: skip
+            "first": torch.uint8,
+            "first_scales": torch.float32,
+            "second": torch.uint8,
+            "second_scales": torch.float32,
+        }
         for stage in range(config.num_stages):
             assert len(digests(simulation, stage)) == 1, f"replicas of stage {stage} differ"
         losses = simulation.records()

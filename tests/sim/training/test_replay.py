@@ -118,12 +118,15 @@ def test_an_overflow_has_no_norm_and_stops_nobody(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--step", "4"], "no ticket of step 4 is recorded in {0}: trainers record those that begin where "
-                          "the configuration has a checkpoint written; here are steps 1, 5"),
+        (
+            ["--step", "4"],
+            "no ticket of step 4 is recorded in {0}: trainers record those that begin where "
+            "the configuration has a checkpoint written; here are steps 1, 5",
+        ),
         (["--step", "5", "--index", "9"], "ticket 9 of step 5 is not recorded in {0}, others are: 0, 1, 2, 3"),
         (["--step", "5", "--data", "{1}"], "text.txt is not the run's: its digest is"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_replayed_is_one_line(healthy, tmp_path, argv, named, capsys):
     text = tmp_path / "text.txt"
     text.write_text("other words " * 100)

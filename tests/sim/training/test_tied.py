@@ -25,13 +25,15 @@ def test_tied_copies_are_bit_equal_over_50_steps_and_losses_those_of_one_process
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
     options = {
-        "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     config = llama_config(
-        precision="fp64", total_steps=50, model_options=options, sequence_length=8, target_batch_size=8,
-        learning_rate=1e-3,
-    )  # fmt: skip
+        precision="fp64", total_steps=50, model_options=options, sequence_length=8, target_batch_size=8, learning_rate=1e-3
+    )
     feed = open_feed(config, None, None, None)
     factory = factory_of(config)
     losses, parameters = plain_loop((config, 0, config.total_steps))

@@ -11,30 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_averaging_round import (
-    ATTEMPT,
-    coded_sum,
-    decoded,
-    make_exchanges,
-    member,
-    on_the_wire,
-    payload,
-    plain_sum,
-    seals,
-)
+from test_averaging_round import ATTEMPT, coded_sum, decoded, make_exchanges, member, on_the_wire, payload, plain_sum, seals
 
 from swarm.averaging.all_reduce import PhaseExchange, Round, StageSum
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.reduction import (
-    AUXILIARY_WINDOW,
-    Code,
-    CodedChunk,
-    GroupVector,
-    Reduction,
-    RoundFailed,
-    bytes_under_way,
-)
+from swarm.averaging.reduction import AUXILIARY_WINDOW, Code, CodedChunk, GroupVector, Reduction, RoundFailed, bytes_under_way
 from swarm.base.errors import RemoteRefused, Unreachable
 from swarm.policy.shares import hagenbach_bischoff
 from swarm.testing.virtual_time import run_virtual
@@ -50,27 +32,45 @@ class Group:
     """Members with rounds, and auxiliaries behind them, which exchange by direct calls that take random times."""
 
     def __init__(
-        self, contributions: Contributions, num_auxiliaries: int, shares: list[int], *, dtype: torch.dtype = torch.float32,
-        codec: str = "raw", seed: int = 0, fault: Fault | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        contributions: Contributions,
+        num_auxiliaries: int,
+        shares: list[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        codec: str = "raw",
+        seed: int = 0,
+        fault: Fault | None = None,
+        **options: Any,
+    ) -> None:
         num, code = len(contributions), Code(codec)  # type: ignore[arg-type]
         self.num_elements = sum(shares)
         everyone = [member(number) for number in range(num + num_auxiliaries)]
         self.rounds = [
             Round(
-                ATTEMPT, seals(num), everyone[i].key,
-                Plain(self.num_elements, code).compress(Contribution(contribution, (1,) * num, i, 0)), dtype=dtype,
-                shares=shares, auxiliaries=everyone[num:], **options,
+                ATTEMPT,
+                seals(num),
+                everyone[i].key,
+                Plain(self.num_elements, code).compress(Contribution(contribution, (1,) * num, i, 0)),
+                dtype=dtype,
+                shares=shares,
+                auxiliaries=everyone[num:],
+                **options,
             )
             for i, contribution in enumerate(contributions)
-        ]  # fmt: skip
+        ]
         self.auxiliaries = [
             Reduction(
-                everyone, num + k, GroupVector(self.num_elements, None, code), dtype=dtype, shares=shares,
-                num_auxiliaries=num_auxiliaries, **options,
+                everyone,
+                num + k,
+                GroupVector(self.num_elements, None, code),
+                dtype=dtype,
+                shares=shares,
+                num_auxiliaries=num_auxiliaries,
+                **options,
             )
             for k in range(num_auxiliaries)
-        ]  # fmt: skip
+        ]
         self._rng = random.Random(seed)
         self._fault = fault
         #: Most bytes of parts and of sums, and most chunks, that an auxiliary held.
@@ -109,21 +109,30 @@ class Group:
 
     async def run(self, *, dead: int | None = None) -> list[StageSum | BaseException]:
         alive = [i for i in range(len(self.rounds)) if i != dead]
-        return await asyncio.gather(
-            *(self.rounds[i].run(self._exchange_of(i)) for i in alive), return_exceptions=True
-        )
+        return await asyncio.gather(*(self.rounds[i].run(self._exchange_of(i)) for i in alive), return_exceptions=True)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    holds=st.lists(st.booleans(), min_size=2, max_size=5), num_auxiliaries=st.integers(1, 3), num_elements=st.integers(0, 40),
-    seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.float64]), chunk_elements=st.integers(1, 9),
-    weights=st.randoms(), slow=st.floats(0.0, 1.0),
-)  # fmt: skip
+    holds=st.lists(st.booleans(), min_size=2, max_size=5),
+    num_auxiliaries=st.integers(1, 3),
+    num_elements=st.integers(0, 40),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    chunk_elements=st.integers(1, 9),
+    weights=st.randoms(),
+    slow=st.floats(0.0, 1.0),
+)
 def test_every_member_ends_on_the_bits_of_the_plain_sum(
-    holds: list[bool], num_auxiliaries: int, num_elements: int, seed: int, dtype: torch.dtype, chunk_elements: int,
-    weights: random.Random, slow: float,
-) -> None:  # fmt: skip
+    holds: list[bool],
+    num_auxiliaries: int,
+    num_elements: int,
+    seed: int,
+    dtype: torch.dtype,
+    chunk_elements: int,
+    weights: random.Random,
+    slow: float,
+) -> None:
     """Whatever part the auxiliaries reduce: all of it, or nothing."""
     parts = [slow * weights.random() for _ in holds] + [weights.random() + 1e-9 for _ in range(num_auxiliaries)]
     shares = hagenbach_bischoff(num_elements, parts)
@@ -150,9 +159,12 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
 
 @settings(deadline=None, max_examples=30)
 @given(
-    num=st.integers(2, 4), num_elements=st.integers(1, 60), seed=st.integers(0, 99), chunk_elements=st.integers(1, 20),
+    num=st.integers(2, 4),
+    num_elements=st.integers(1, 60),
+    seed=st.integers(0, 99),
+    chunk_elements=st.integers(1, 20),
     codec=st.sampled_from(["scaled16", "bf16", "scaled8", "int8"]),
-)  # fmt: skip
+)
 def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
     num: int, num_elements: int, seed: int, chunk_elements: int, codec: str
 ) -> None:

@@ -22,9 +22,14 @@ from swarm.testing.virtual_time import run_virtual
 
 
 def one_round(
-    compressors: list[Compressor], flats: list[torch.Tensor | None], *, step: int = 0, tokens: list[int] | None = None,
-    chunk_elements: int | None = None, adopt: bool = True,
-) -> torch.Tensor:  # fmt: skip
+    compressors: list[Compressor],
+    flats: list[torch.Tensor | None],
+    *,
+    step: int = 0,
+    tokens: list[int] | None = None,
+    chunk_elements: int | None = None,
+    adopt: bool = True,
+) -> torch.Tensor:
     """The committed average of one round, the same bits at every member; each adopts what it kept back."""
     counted = tuple(n if flat is not None else 0 for n, flat in zip(tokens or [1] * len(flats), flats, strict=True))
 
@@ -32,12 +37,15 @@ def one_round(
         names = seals(len(flats))
         rounds = [
             Round(
-                ATTEMPT, names, names[i].member.key,
-                compressors[i].compress(Contribution(flat, counted, i, step)), dtype=torch.float32,
+                ATTEMPT,
+                names,
+                names[i].member.key,
+                compressors[i].compress(Contribution(flat, counted, i, step)),
+                dtype=torch.float32,
                 chunk_elements=chunk_elements,
             )
             for i, flat in enumerate(flats)
-        ]  # fmt: skip
+        ]
         rng = random.Random(step)
         return list(await asyncio.gather(*(r.run(exchange_of(rounds, i, rng=rng)) for i, r in enumerate(rounds))))
 
@@ -92,9 +100,7 @@ def test_average_and_residuals_add_up_to_what_was_given(num: int, rank: int, see
         average = one_round(list(compressors), flats, step=step)
         given_now = sum(flat for flat in flats if flat is not None)
         assert torch.allclose(average + _residuals(compressors, layout), given_now + owed, atol=1e-3)
-        whole = sum(
-            flat if r is None else flat + r for flat, r in zip(flats, residuals, strict=True) if flat is not None
-        )
+        whole = sum(flat if r is None else flat + r for flat, r in zip(flats, residuals, strict=True) if flat is not None)
         for matrix, factor in zip(compressors[0]._matrices, factors, strict=True):
             m = matrix.of(whole).double().numpy()
             q, _ = np.linalg.qr(m @ factor)
@@ -148,9 +154,12 @@ def test_columns_that_depend_on_others_become_zero() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    num=st.integers(1, 4), fragments=st.integers(1, 4), top=st.sampled_from([0.0, 0.1, 0.5]), seed=st.integers(0, 99),
+    num=st.integers(1, 4),
+    fragments=st.integers(1, 4),
+    top=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(0, 99),
     num_elements=st.integers(8, 90),
-)  # fmt: skip
+)
 def test_the_mean_of_copies_and_what_reducers_carry_is_invariant(
     num: int, fragments: int, top: float, seed: int, num_elements: int
 ) -> None:

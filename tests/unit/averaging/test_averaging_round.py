@@ -59,11 +59,15 @@ def make_rounds(
     plain = Plain(num_elements, Code(codec))  # type: ignore[arg-type]
     return [
         Round(
-            ATTEMPT, names, names[i].member.key, plain.compress(Contribution(contribution, (1,) * len(names), i, 0)),
-            dtype=dtype, **options,
+            ATTEMPT,
+            names,
+            names[i].member.key,
+            plain.compress(Contribution(contribution, (1,) * len(names), i, 0)),
+            dtype=dtype,
+            **options,
         )
         for i, contribution in enumerate(contributions)
-    ]  # fmt: skip
+    ]
 
 
 def make_exchanges(contributions: list[torch.Tensor], shares: list[int] | None = None, **options: Any) -> list[Butterfly]:
@@ -88,9 +92,7 @@ def decoded(received: CodedChunk) -> torch.Tensor:
     return decode_tensor(*received)
 
 
-def exchange_of(
-    rounds: list[Round], me: int, *, rng: random.Random, fault: Fault | None = None
-) -> PhaseExchange:
+def exchange_of(rounds: list[Round], me: int, *, rng: random.Random, fault: Fault | None = None) -> PhaseExchange:
     """Direct calls that take random times; what a member's round fails with reaches its callers as a refusal."""
 
     async def exchange(phase: int, j: int, number: int, part: CodedChunk | None) -> CodedChunk:
@@ -119,9 +121,8 @@ async def run_all(
 
 
 def averages(
-    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0,
-    **options: Any,
-) -> list[StageSum]:  # fmt: skip
+    contributions: list[torch.Tensor | None], num_elements: int, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
+) -> list[StageSum]:
     async def main() -> list[StageSum | BaseException]:
         return await run_all(make_rounds(contributions, num_elements, dtype, **options), seed=seed)
 
@@ -131,9 +132,7 @@ def averages(
     return results  # type: ignore[return-value]
 
 
-def coded_sum(
-    contributions: list[torch.Tensor | None], shares: list[int], chunk_elements: int, codec: str
-) -> torch.Tensor:
+def coded_sum(contributions: list[torch.Tensor | None], shares: list[int], chunk_elements: int, codec: str) -> torch.Tensor:
     """Chunk by chunk: every part but the reducer's own is coded, summed in order, and the sum is coded once more."""
     expected = torch.empty(sum(shares))
     for j, (first, last) in enumerate(bounds(shares)):
@@ -157,9 +156,13 @@ def plain_sum(contributions: list[torch.Tensor | None], num_elements: int, dtype
 
 @settings(deadline=None, max_examples=60)
 @given(
-    holds=st.lists(st.booleans(), min_size=1, max_size=6), num_elements=st.integers(0, 40), seed=st.integers(0, 99),
-    dtype=st.sampled_from([torch.float32, torch.float64]), chunk_elements=st.integers(1, 9), weights=st.randoms(),
-)  # fmt: skip
+    holds=st.lists(st.booleans(), min_size=1, max_size=6),
+    num_elements=st.integers(0, 40),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    chunk_elements=st.integers(1, 9),
+    weights=st.randoms(),
+)
 def test_every_member_ends_on_the_bits_of_the_plain_sum(
     holds: list[bool], num_elements: int, seed: int, dtype: torch.dtype, chunk_elements: int, weights: random.Random
 ) -> None:
@@ -180,9 +183,12 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
 
 @settings(deadline=None, max_examples=40)
 @given(
-    num=st.integers(2, 5), num_elements=st.integers(1, 60), seed=st.integers(0, 99), chunk_elements=st.integers(1, 20),
+    num=st.integers(2, 5),
+    num_elements=st.integers(1, 60),
+    seed=st.integers(0, 99),
+    chunk_elements=st.integers(1, 20),
     codec=st.sampled_from(["scaled16", "bf16", "scaled8", "int8", "uniform8"]),
-)  # fmt: skip
+)
 def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
     num: int, num_elements: int, seed: int, chunk_elements: int, codec: str
 ) -> None:

@@ -42,9 +42,10 @@ def test_the_oracle_of_random_groups() -> None:
     assert left == [pytest.approx(0.2, rel=0.03), 0.0]
 
 
-@pytest.mark.parametrize(("num", "max_group", "sides"), [
-    (7, 16, (7,)), (16, 16, (16,)), (17, 16, (4, 4)), (100, 16, (10, 10)), (1000, 16, (10, 10, 10)), (5, 2, (2, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num", "max_group", "sides"),
+    [(7, 16, (7,)), (16, 16, (16,)), (17, 16, (4, 4)), (100, 16, (10, 10)), (1000, 16, (10, 10, 10)), (5, 2, (2, 2))],
+)
 def test_the_grid_is_the_largest_with_the_fewest_levels(num: int, max_group: int, sides: tuple[int, ...]) -> None:
     assert grid_of(num, max_group) == sides
 
@@ -79,12 +80,13 @@ def test_every_contribution_is_added_once_and_groups_agree(num: int, max_group: 
 
 @settings(deadline=None, max_examples=25)
 @given(
-    num=st.integers(3, 11), max_group=st.integers(2, 4), num_elements=st.integers(1, 50), seed=st.integers(0, 99),
+    num=st.integers(3, 11),
+    max_group=st.integers(2, 4),
+    num_elements=st.integers(1, 50),
+    seed=st.integers(0, 99),
     codec=st.sampled_from(["raw", "scaled16", "int8"]),
-)  # fmt: skip
-def test_replicas_are_identical_and_hold_the_sum(
-    num: int, max_group: int, num_elements: int, seed: int, codec: str
-) -> None:
+)
+def test_replicas_are_identical_and_hold_the_sum(num: int, max_group: int, num_elements: int, seed: int, codec: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     contributions: list[torch.Tensor | None] = [torch.randn(num_elements, generator=generator) for _ in range(num)]
     contributions[seed % num] = None

@@ -24,9 +24,14 @@ LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
 def config_of(**changes: object) -> RunConfig:
     base: dict[str, object] = {
-        "mode": "local", "micro_batch_size": 4, "inner_batch_size": 8, "target_batch_size": 32, "compression": "none",
-        "warmup_steps": 0, "max_grad_norm": 1e9,
-    }  # fmt: skip
+        "mode": "local",
+        "micro_batch_size": 4,
+        "inner_batch_size": 8,
+        "target_batch_size": 32,
+        "compression": "none",
+        "warmup_steps": 0,
+        "max_grad_norm": 1e9,
+    }
     return RunConfig(**{**base, **changes})  # type: ignore[arg-type]
 
 

@@ -56,6 +56,7 @@ def test_a_round_with_a_member_that_lies_stays_near_the_others() -> None:
     means = [honest + 0.01 * torch.randn(60, generator=generator) for _ in range(4)]
     tokens = [3, 5, 2, 4]
     flats: list[torch.Tensor | None] = [x * n for x, n in zip(means, tokens, strict=True)]
+
     def average(given: list[torch.Tensor | None], radius: float | None) -> torch.Tensor:
         members = [Plain(60, clip_radius=radius) for _ in given]
         return one_round(list(members), given, tokens=tokens, chunk_elements=7) / sum(tokens)

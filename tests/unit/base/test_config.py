@@ -11,26 +11,68 @@ from swarm.base.errors import ConfigError
 
 #: Another valid value for every field; a new field must be added here, so that nobody forgets that it changes the run.
 OTHER_VALUES: dict[str, object] = {
-    "name": "other", "model": "gpt2-tiny", "model_options": {"hidden_size": 8}, "weights": {"a": "b"},
-    "weights_source": "a/b@c", "frozen": ["a.*"], "lora": {"r": 4}, "num_stages": 4, "sequence_length": 65,
-    "micro_batch_size": 4, "target_batch_size": 128, "total_steps": 61, "optimizer": "adamw8bit",
-    "learning_rate": 1e-3, "beta1": 0.8, "beta2": 0.9,
-    "epsilon": 1e-7, "weight_decay": 0.1, "max_grad_norm": 2.0, "lr_schedule": "linear", "warmup_steps": 6,
-    "min_lr_ratio": 0.2, "precision": "bf16", "compression": "none", "average_compression": "int8", "seed": 1,
-    "delay_steps": 1, "dataset": "other",
-    "data_digest": "1", "tokenizer_digest": "1", "template_date": "2026-01-31",
-    "packing": False, "eval_fraction": 0.2, "eval_every": 1, "eval_samples": 65,
-    "checkpoint_every": 21, "checkpoint_copies": 3, "checkpoint_keep": 3, "min_peers_per_stage": 2,
-    "powersgd_rank": 2, "cocktail_top": 0.1, "max_group": 8, "mode": "local", "inner_batch_size": 8,
-    "aggregation": "centered_clip", "clip_radius": 0.5, "outer_learning_rate": 0.5, "outer_momentum": 0.5, "fragments": 2,
+    "name": "other",
+    "model": "gpt2-tiny",
+    "model_options": {"hidden_size": 8},
+    "weights": {"a": "b"},
+    "weights_source": "a/b@c",
+    "frozen": ["a.*"],
+    "lora": {"r": 4},
+    "num_stages": 4,
+    "sequence_length": 65,
+    "micro_batch_size": 4,
+    "target_batch_size": 128,
+    "total_steps": 61,
+    "optimizer": "adamw8bit",
+    "learning_rate": 1e-3,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "epsilon": 1e-7,
+    "weight_decay": 0.1,
+    "max_grad_norm": 2.0,
+    "lr_schedule": "linear",
+    "warmup_steps": 6,
+    "min_lr_ratio": 0.2,
+    "precision": "bf16",
+    "compression": "none",
+    "average_compression": "int8",
+    "seed": 1,
+    "delay_steps": 1,
+    "dataset": "other",
+    "data_digest": "1",
+    "tokenizer_digest": "1",
+    "template_date": "2026-01-31",
+    "packing": False,
+    "eval_fraction": 0.2,
+    "eval_every": 1,
+    "eval_samples": 65,
+    "checkpoint_every": 21,
+    "checkpoint_copies": 3,
+    "checkpoint_keep": 3,
+    "min_peers_per_stage": 2,
+    "powersgd_rank": 2,
+    "cocktail_top": 0.1,
+    "max_group": 8,
+    "mode": "local",
+    "inner_batch_size": 8,
+    "aggregation": "centered_clip",
+    "clip_radius": 0.5,
+    "outer_learning_rate": 0.5,
+    "outer_momentum": 0.5,
+    "fragments": 2,
     "auxiliaries": 1,
-}  # fmt: skip
+}
 _LOCAL: dict[str, object] = {"mode": "local", "inner_batch_size": 8}
 #: What a field needs beside it.
 TOGETHER: dict[str, dict[str, object]] = {
-    "mode": {"inner_batch_size": 8}, "inner_batch_size": {"mode": "local"}, "fragments": _LOCAL, "outer_learning_rate": _LOCAL,
-    "outer_momentum": _LOCAL, "cocktail_top": {**_LOCAL, "average_compression": "cocktail"},
-    "powersgd_rank": {"average_compression": "powersgd"}, "clip_radius": {"aggregation": "centered_clip"},
+    "mode": {"inner_batch_size": 8},
+    "inner_batch_size": {"mode": "local"},
+    "fragments": _LOCAL,
+    "outer_learning_rate": _LOCAL,
+    "outer_momentum": _LOCAL,
+    "cocktail_top": {**_LOCAL, "average_compression": "cocktail"},
+    "powersgd_rank": {"average_compression": "powersgd"},
+    "clip_radius": {"aggregation": "centered_clip"},
 }
 
 
@@ -203,7 +245,7 @@ def test_a_peer_reads_the_creators_bytes() -> None:
     "config_bytes",
     [b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b'{"seed": -1}', b'{"new_field": 1}', b"[" * 100_000],
     ids=["empty", "cut", "list", "null", "number", "no utf-8", "bad value", "unknown", "deep"],
-)  # fmt: skip
+)
 def test_bytes_that_are_no_configuration_are_a_config_error(config_bytes: bytes) -> None:
     with pytest.raises(ConfigError, match=r"not understood by this version|is damaged") as raised:
         parse_config_bytes(config_bytes)

@@ -23,10 +23,15 @@ def allowed() -> set[tuple[str, int, str, bool, str]]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 6 and cells[5] == "yes":
             mode, delays, codes, fragments, aggregations, _ = cells
-            found |= set(itertools.product(
-                [mode], map(int, delays.split(" or ")), codes.split(", "), {"1": [False], "any": [False, True]}[fragments],
-                aggregations.split(" or "),
-            ))  # fmt: skip
+            found |= set(
+                itertools.product(
+                    [mode],
+                    map(int, delays.split(" or ")),
+                    codes.split(", "),
+                    {"1": [False], "any": [False, True]}[fragments],
+                    aggregations.split(" or "),
+                )
+            )
     return found
 
 
@@ -44,9 +49,13 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
     assert {row[2] for row in table} == set(CODES)
     for delay, code, split, aggregation in itertools.product([0, 1], CODES, [False, True], ["mean", "centered_clip"]):
         data = {
-            "mode": mode, "delay_steps": delay, "average_compression": code, "fragments": 2 if split else 1,
-            "aggregation": aggregation, "inner_batch_size": 8 if mode == "local" else 0,
-        }  # fmt: skip
+            "mode": mode,
+            "delay_steps": delay,
+            "average_compression": code,
+            "fragments": 2 if split else 1,
+            "aggregation": aggregation,
+            "inner_batch_size": 8 if mode == "local" else 0,
+        }
         assert ((mode, delay, code, split, aggregation) in table) == is_allowed(data), data
 
 
@@ -60,8 +69,11 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
         ({"mode": "local", "inner_batch_size": 8, "average_compression": "powersgd"}, "mode 'local' has 'cocktail'"),
         ({"average_compression": "cocktail"}, "'cocktail' sends differences of models: it needs mode 'local'"),
         ({"inner_batch_size": 8}, "inner_batch_size belongs to mode 'local', and mode is 'sync': leave it at 0 or set mode"),
-        ({"powersgd_rank": 8}, "powersgd_rank belongs to average_compression 'powersgd', and average_compression is 'none': "
-         "leave it at 4 or set average_compression"),
+        (
+            {"powersgd_rank": 8},
+            "powersgd_rank belongs to average_compression 'powersgd', and average_compression is 'none': "
+            "leave it at 4 or set average_compression",
+        ),
         ({"min_lr_ratio": 0.5, "lr_schedule": "constant"}, "min_lr_ratio belongs to lr_schedule 'linear' or 'cosine'"),
         ({"mode": "local", "inner_batch_size": 8, "fragments": 61}, "61 fragments in 60 steps"),
         ({"fragments": 2}, "fragments belongs to mode 'local'"),

@@ -18,8 +18,20 @@ TEMPLATE = (
 )
 SPECIAL = ("<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
 #: Tokens of more than one byte, a space as the first of one (byte-level BPE writes it so): each is joined from the left.
-WORDS = ("Sentiment", "\u0120positive", "\u0120is", "\u0120one", "\u0120two", "\u0120no", "yes", "straddle", "answer", "one",
-         ".\u010a\u010a", "\u0120\u0120")
+WORDS = (
+    "Sentiment",
+    "\u0120positive",
+    "\u0120is",
+    "\u0120one",
+    "\u0120two",
+    "\u0120no",
+    "yes",
+    "straddle",
+    "answer",
+    "one",
+    ".\u010a\u010a",
+    "\u0120\u0120",
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,12 @@ ROWS = (
     _row("a completion that begins with one", "Sentiment:", " positive"),
     _row("no space at all", "Sentiment:", "positive"),
     _row("within a word", "strad", "dle"),
-    _row("a prompt that ends in two spaces", "yes  ", "no",
-         "TRL trains from where the tokens of both texts part, here the first space, which is the prompt's alone"),
+    _row(
+        "a prompt that ends in two spaces",
+        "yes  ",
+        "no",
+        "TRL trains from where the tokens of both texts part, here the first space, which is the prompt's alone",
+    ),
     _row("a prompt that ends in an empty line", "yes\n\n", "no"),
     _row("a new line on either side", "yes\n", "\nno"),
     _row("new lines after a full stop", "yes.", "\n\nno"),
@@ -57,7 +73,7 @@ ROWS = (
     _row("a prompt that brings the beginning", "<|begin|>one ", "two", "TRL begins it twice"),
     Row("messages", {"prompt": [_ASK], "completion": [_SAY]}),
     Row("messages with a turn before", {"prompt": [_ASK, _SAY, _ASK], "completion": [_SAY]}),
-)  # fmt: skip
+)
 
 
 def write_tokenizer(directory: Path, template: str = TEMPLATE, special: Sequence[str] = SPECIAL) -> None:
@@ -73,10 +89,12 @@ def write_tokenizer(directory: Path, template: str = TEMPLATE, special: Sequence
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.Sequence([
-        processors.ByteLevel(trim_offsets=True),
-        processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)]),
-    ])  # fmt: skip
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)]),
+        ]
+    )
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": special[1]}

@@ -23,10 +23,15 @@ def write_chat_tokenizer(directory: Path, *, template: str | None = TEMPLATE, vo
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    ))  # fmt: skip
+    tokenizer.train_from_iterator(
+        TEXT,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -80,9 +80,7 @@ def test_a_prompt_and_its_completion_as_messages_or_as_plain_text(tokenizer: Dir
 
 def test_an_earlier_turn_that_the_template_rewrites_gets_an_example_of_its_own(tmp_path: Path) -> None:
     # As models that think: what they thought is cut out of all turns but the last.
-    thinking = TEMPLATE.replace(
-        "{{ message.content }}", "{{ message.content if loop.last else message.content.split('/')[-1] }}"
-    )
+    thinking = TEMPLATE.replace("{{ message.content }}", "{{ message.content if loop.last else message.content.split('/')[-1] }}")
     write_chat_tokenizer(tmp_path, template=thinking)
     tokenizer = DirectoryTokenizer(str(tmp_path))
     said = {"role": "assistant", "content": "one two/three"}

@@ -63,7 +63,6 @@ def test_the_micro_batch_size_does_not_change_the_order() -> None:
     small = RunConfig(micro_batch_size=2, target_batch_size=12)
     large = RunConfig(micro_batch_size=6, target_batch_size=12)
 
-
     def flat(config: RunConfig) -> list[int]:
         tickets = [Ticket(step, index) for step in range(4) for index in range(config.tickets_per_step)]
         return [sample for ticket in tickets for sample in sample_indices(ticket, config, 17).tolist()]

@@ -112,10 +112,13 @@ def test_tokens_that_the_model_does_not_have_are_refused_when_the_data_is_opened
 @pytest.mark.parametrize(
     ("inputs", "labels", "bounds"),
     [
-        ([[3, 9]], [[-100, 9]], (3, 9)), ([[3, 4]], [[4, 12]], (3, 12)), ([[-1, 4]], [[4, -100]], (-1, 4)),
-        ([[5]], [[-100]], (5, 5)), ([[5]], [[-7]], (-7, 5)),
+        ([[3, 9]], [[-100, 9]], (3, 9)),
+        ([[3, 4]], [[4, 12]], (3, 12)),
+        ([[-1, 4]], [[4, -100]], (-1, 4)),
+        ([[5]], [[-100]], (5, 5)),
+        ([[5]], [[-7]], (-7, 5)),
     ],
-)  # fmt: skip
+)
 def test_bounds_of_a_custom_datasets_tokens_leave_out_ignored_labels(
     inputs: list[list[int]], labels: list[list[int]], bounds: tuple[int, int]
 ) -> None:
@@ -166,9 +169,7 @@ def test_the_digest_does_not_depend_on_how_tokens_are_stored() -> None:
         ("hollow.jsonl", b'{"text": ""}', "hollow.jsonl: holds no text"),
     ],
 )
-def test_a_bad_file_is_refused_by_name_in_one_line(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_a_bad_file_is_refused_by_name_in_one_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -237,14 +238,26 @@ def word_tokenizer(tmp_path: Path) -> Path:
     directory.mkdir()
     vocab = {"<end>": 0, "<unk>": 1, "one": 2, "two": 3, "three": 4}
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "decoder": None, "pre_tokenizer": {"type": "Whitespace"},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "pre_tokenizer": {"type": "Whitespace"},
         "added_tokens": [
-            {"id": 0, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True},
+            {
+                "id": 0,
+                "content": "<end>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
         ],
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
-    }  # fmt: skip
+    }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "unk_token": "<unk>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

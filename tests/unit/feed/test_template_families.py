@@ -48,17 +48,27 @@ JSON = '{"name": "weather", "arguments": {"city": "Paris"}}'
 FAMILIES = {
     "llama3": Family(end="<|eot_id|>", call='{"name": "weather", "parameters": {"city": "Paris"}}', has_date=True),
     "qwen2_5": Family(call=f"<tool_call>\n{JSON}\n</tool_call>"),
-    "qwen3": Family("<think>\n\n</think>\n\n", is_alone=True, thought="<think>\nidea\n</think>\n\n",
-                    call=f"<tool_call>\n{JSON}\n</tool_call>"),
+    "qwen3": Family(
+        "<think>\n\n</think>\n\n", is_alone=True, thought="<think>\nidea\n</think>\n\n", call=f"<tool_call>\n{JSON}\n</tool_call>"
+    ),
     "qwen3_5": Family("\n</think>\n\n", is_alone=True, thought="idea\n</think>\n\n", call=XML),
-    "gpt_oss": Family("<|channel|>final<|message|>", "", last_end="<|return|>", has_date=True,
-                      thought="<|channel|>analysis<|message|>idea<|end|><|start|>assistant<|channel|>final<|message|>",
-                      call=' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>'),
+    "gpt_oss": Family(
+        "<|channel|>final<|message|>",
+        "",
+        last_end="<|return|>",
+        has_date=True,
+        thought="<|channel|>analysis<|message|>idea<|end|><|start|>assistant<|channel|>final<|message|>",
+        call=' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
+    ),
     "phi3": Family(end="<|end|>\n", last_end="<|end|>\n</s>"),
     "phi4": Family(end="<|im_end|>"),
     "gemma3": Family(end="<end_of_turn>\n"),
-    "glm4": Family("\n<think></think>\n", "", thought="\n<think>idea</think>\n",
-                   call="<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>"),
+    "glm4": Family(
+        "\n<think></think>\n",
+        "",
+        thought="\n<think>idea</think>\n",
+        call="<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
+    ),
     "deepseek_v3": Family(end="<|end|>", call='<|call|>function<|sep|>weather\n```json\n{"city": "Paris"}\n```'),
     "deepseek_r1": Family(end="<|end|>", call='<|call|>function<|sep|>weather\n```json\n{"city": "Paris"}\n```'),
     "mistral_v1": Family(" ", "</s>"),
@@ -66,30 +76,38 @@ FAMILIES = {
     "mistral_v7": Family(end="</s>", call='[TOOL_CALLS]weather[ARGS]{"city": "Paris"}</s>', has_date=True),
     "mistral_tekken": Family(end="</s>", is_alone_with_system=True, call=f'[TOOL_CALLS][{JSON[:-1]}, "id": "abcdef123"}}]</s>'),
     "nemotron": Family("</think>", thought="idea\n</think>\n", call=XML),
-    "command_a": Family("<|START_THINKING|><|END_THINKING|><|START_RESPONSE|>", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-                        is_alone=True, thought="<|START_THINKING|>idea<|END_THINKING|><|START_RESPONSE|>",
-                        call='[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}}]'),
+    "command_a": Family(
+        "<|START_THINKING|><|END_THINKING|><|START_RESPONSE|>",
+        "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        is_alone=True,
+        thought="<|START_THINKING|>idea<|END_THINKING|><|START_RESPONSE|>",
+        call='[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}}]',
+    ),
     "cohere2": Family(end="<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
     "exaone4": Family(end="[|endofturn|]\n", is_alone=True, thought="idea\n</think>\n\n", call=f"<tool_call>{JSON}</tool_call>"),
     "lfm2": Family(),
-}  # fmt: skip
+}
 SAID = ("first.", "second.", "third.")
 CONVERSATION = [
-    message for number, said in enumerate(SAID)
+    message
+    for number, said in enumerate(SAID)
     for message in ({"role": "user", "content": f"question {number}?"}, {"role": "assistant", "content": said})
-]  # fmt: skip
+]
 
 
 def call(arguments: Any) -> dict[str, Any]:
     function = {"name": "weather", "arguments": arguments}
     properties = {"city": {"type": "string", "description": "where"}}
     schema = {"name": "weather", "description": "now", "parameters": {"type": "object", "properties": properties}}
-    return {"messages": [
-        {"role": "user", "content": "Is it cold?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]},
-        {"role": "tool", "tool_call_id": "abcdef123", "name": "weather", "content": "12 C"},
-        {"role": "assistant", "content": "12 degrees."},
-    ], "tools": [{"type": "function", "function": schema}]}  # fmt: skip
+    return {
+        "messages": [
+            {"role": "user", "content": "Is it cold?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "abcdef123", "name": "weather", "content": "12 C"},
+            {"role": "assistant", "content": "12 degrees."},
+        ],
+        "tools": [{"type": "function", "function": schema}],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +178,7 @@ def test_every_thought_is_trained_or_missed_aloud(name: str, tokenizer: Director
 
 
 @pytest.mark.parametrize(("name", "partial"), [("deepseek_r1", 1), ("phi4", 0)])
-def test_thoughts_that_a_template_cuts_out_of_an_answer_are_told(
-    name: str, partial: int, directories: dict[str, Path]
-) -> None:
+def test_thoughts_that_a_template_cuts_out_of_an_answer_are_told(name: str, partial: int, directories: dict[str, Path]) -> None:
     said = {"role": "assistant", "content": "<think>\nidea\n</think>\n\nanswer"}
     _, tally = read(DirectoryTokenizer(str(directories[name])), {"messages": [CONVERSATION[0], said]})
     assert (tally.answers, tally.partial) == (1, partial)

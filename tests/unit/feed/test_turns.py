@@ -61,13 +61,15 @@ def test_an_answer_that_is_marked_not_to_be_trained_is_context_only(mark: dict[s
     [
         ({**SAY, "weight": 0.5}, "messages: 'weight' of a message is '0.5'; an answer is trained (1) or not (0)"),
         ({**SAY, "train": "no"}, "messages: 'train' of a message is 'no'; an answer is trained (1) or not (0)"),
-        ({**SAY, "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-         "messages: a part of the content is of the type 'image_url'; only text can be trained here"),
+        (
+            {**SAY, "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages: a part of the content is of the type 'image_url'; only text can be trained here",
+        ),
         ({**SAY, "content": [7]}, "messages: a part of the content is a number, not text"),
         ({**SAY, "content": {"a": 1}}, "messages: the content of a message is a mapping, not text"),
         ({**SAY, "tool_calls": "nonsense"}, "messages: tool_calls is neither a list nor the JSON of one"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_is_refused_in_one_line(message: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         conversation_of({"messages": [ASK, message]}, "line 7")
@@ -183,9 +185,12 @@ def test_with_fewer_than_ten_examples_nothing_is_held_out_with_a_word(
 
 def test_what_is_held_out_shares_no_conversation_with_what_is_trained(tmp_path: Path) -> None:
     # Each answer needs an example of its own: four conversations are eight examples, and the last conversation is held out.
-    write_chat_tokenizer(tmp_path, template=TEMPLATE.replace(
-        "{{ message.content }}", "{{ message.content if loop.last else message.content.split('/')[-1] }}"
-    ))  # fmt: skip
+    write_chat_tokenizer(
+        tmp_path,
+        template=TEMPLATE.replace(
+            "{{ message.content }}", "{{ message.content if loop.last else message.content.split('/')[-1] }}"
+        ),
+    )
     records = [{"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "a/b"}] * 2} for n in range(4)]
     config = CONFIG.model_copy(update={"eval_fraction": 0.4, "eval_samples": 64})
     tokenizer = DirectoryTokenizer(str(tmp_path))

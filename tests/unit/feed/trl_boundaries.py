@@ -25,9 +25,9 @@ def trl_rows(directory: Path) -> list[dict[str, Any]]:
     from trl import SFTConfig, SFTTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    ))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     found = []
     for row in ROWS:
         args = SFTConfig(
@@ -35,10 +35,9 @@ def trl_rows(directory: Path) -> list[dict[str, Any]]:
         )
         trainer = SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list([row.record]), processing_class=tokenizer)
         [prepared] = list(trainer.train_dataset)
-        found.append({
-            "name": row.name, "tokens": prepared["input_ids"],
-            "trained": [int(label != -100) for label in prepared["labels"]],
-        })  # fmt: skip
+        found.append(
+            {"name": row.name, "tokens": prepared["input_ids"], "trained": [int(label != -100) for label in prepared["labels"]]}
+        )
     return found
 
 
@@ -59,11 +58,11 @@ def main() -> None:
 
 
 def _shown(tokenizer: DirectoryTokenizer, tokens: list[int], trained: list[Any]) -> str:
-    return " ".join(f"[{word}]" if learnt else word for word, learnt in zip(
-        (repr(tokenizer._tokenizer.decode([token])) for token in tokens), trained, strict=True
-    ))  # fmt: skip
+    return " ".join(
+        f"[{word}]" if learnt else word
+        for word, learnt in zip((repr(tokenizer._tokenizer.decode([token])) for token in tokens), trained, strict=True)
+    )
 
 
 if __name__ == "__main__":
     main()
-

@@ -25,14 +25,17 @@ def order(action: str, at_step: int | None = None) -> m.Operate:
 @pytest.mark.parametrize(
     ("wanted", "num_commits", "fault"),
     [
-        (order("stop", 26), 25, ""), (order("stop", 60), 25, ""), (order("stop"), 59, ""), (order("pause"), 0, ""),
+        (order("stop", 26), 25, ""),
+        (order("stop", 60), 25, ""),
+        (order("stop"), 59, ""),
+        (order("pause"), 0, ""),
         (order("stop", 25), 25, "step 25 has passed: 25 steps have committed; without --at-step the run stops as soon as it can"),
         (order("stop", 3), 25, "step 3 has passed: 25 steps have committed; without --at-step the run stops as soon as it can"),
         (order("stop", 61), 25, "step 61 never comes: the run ends after step 60 (total_steps)"),
         (order("stop"), 60, "the run is over: all 60 steps (total_steps) have committed"),
         (order("resume"), 60, "the run is over: all 60 steps (total_steps) have committed"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_said(wanted: m.Operate, num_commits: int, fault: str) -> None:
     assert fault_of(wanted, num_commits, 60) == fault
 

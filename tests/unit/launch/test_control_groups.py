@@ -21,17 +21,27 @@ UNLIMITED_CPU_V1 = {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}
 
 CASES = {
     "v2, own group": ("0::/a/b", {"a/b": V2, "a": UNLIMITED_V2}),
-    "v2, an ancestor": ("0::/system.slice/job_7/step_0/task_0", {
-        "system.slice/job_7": V2, "system.slice/job_7/step_0": UNLIMITED_V2, "system.slice/job_7/step_0/task_0": UNLIMITED_V2}),
+    "v2, an ancestor": (
+        "0::/system.slice/job_7/step_0/task_0",
+        {"system.slice/job_7": V2, "system.slice/job_7/step_0": UNLIMITED_V2, "system.slice/job_7/step_0/task_0": UNLIMITED_V2},
+    ),
     "v2, a container that sees its group as the root": ("0::/", {"": V2}),
     "v2, a container that knows its path outside": ("0::/docker/1234", {"": V2}),
     "v2 beside v1": ("3:freezer:/\n0::/a", {"unified/a": V2}),
     "v1, own groups": ("5:memory:/a\n4:cpu,cpuacct:/b", {"memory/a": MEMORY_V1, "cpu,cpuacct/b": CPU_V1}),
-    "v1, ancestors": ("5:memory:/a/x\n4:cpuacct,cpu:/b/y\n0::/", {
-        "memory": UNLIMITED_V1, "memory/a": MEMORY_V1, "memory/a/x": UNLIMITED_V1,
-        "cpu": UNLIMITED_CPU_V1, "cpu/b": CPU_V1, "cpu/b/y": UNLIMITED_CPU_V1}),
+    "v1, ancestors": (
+        "5:memory:/a/x\n4:cpuacct,cpu:/b/y\n0::/",
+        {
+            "memory": UNLIMITED_V1,
+            "memory/a": MEMORY_V1,
+            "memory/a/x": UNLIMITED_V1,
+            "cpu": UNLIMITED_CPU_V1,
+            "cpu/b": CPU_V1,
+            "cpu/b/y": UNLIMITED_CPU_V1,
+        },
+    ),
     "v1, a container that knows its path outside": ("5:memory:/docker/1\n4:cpu:/docker/1", {"memory": MEMORY_V1, "cpu": CPU_V1}),
-}  # fmt: skip
+}
 
 
 def write(tmp_path: Path, own: str, groups: dict[str, dict[str, str]]) -> tuple[Path, Path]:
@@ -52,10 +62,15 @@ def test_a_limit_is_seen_wherever_it_stands(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("own", "groups"),
-    [("", {}), ("0::/a", {"a": UNLIMITED_V2}), ("5:memory:/a\n4:cpu:/a", {"memory/a": UNLIMITED_V1, "cpu/a": UNLIMITED_CPU_V1}),
-     ("0::/a", {"a": {"memory.max": "x", "memory.current": "", "cpu.max": "50000"}}), ("nonsense", {"": V2})],
+    [
+        ("", {}),
+        ("0::/a", {"a": UNLIMITED_V2}),
+        ("5:memory:/a\n4:cpu:/a", {"memory/a": UNLIMITED_V1, "cpu/a": UNLIMITED_CPU_V1}),
+        ("0::/a", {"a": {"memory.max": "x", "memory.current": "", "cpu.max": "50000"}}),
+        ("nonsense", {"": V2}),
+    ],
     ids=["no groups", "v2 without limits", "v1 without limits", "nonsense in files", "nonsense of groups"],
-)  # fmt: skip
+)
 def test_without_a_limit_there_is_none(own: str, groups: dict[str, dict[str, str]], tmp_path: Path) -> None:
     where = write(tmp_path, own, groups)
     assert memory_left(*where) > 2**60

@@ -74,11 +74,13 @@ def test_what_a_peer_wrote_that_had_joined_is_handed_to_the_processes_of_its_sta
 @pytest.mark.parametrize(
     ("newest", "refused", "fault"),
     [
-        (40, FULL, ""), (None, FULL, f"the checkpoint of step 40 was not written (none is complete): {FULL}"),
+        (40, FULL, ""),
+        (None, FULL, f"the checkpoint of step 40 was not written (none is complete): {FULL}"),
         (20, FULL, f"the checkpoint of step 40 was not written (the newest complete one is of step 20): {FULL}"),
-        (20, "", ""), (None, "", "the checkpoint of step 40 was not written (none is complete)"),
+        (20, "", ""),
+        (None, "", "the checkpoint of step 40 was not written (none is complete)"),
     ],
-)  # fmt: skip
+)
 def test_a_run_that_is_not_on_disk_says_what_the_disk_said(newest: int | None, refused: str, fault: str) -> None:
     kept = Kept()
     kept.refused = refused
@@ -138,8 +140,9 @@ def test_a_local_run_that_stops_for_a_process_says_why_or_how_to_go_on(name: str
         swarm._picture.rows[name] = Row("launch_" + name.partition("-")[0])
         loop = asyncio.get_running_loop()
         (tmp_path / "log").write_text("words " * 1000 + "\nRuntimeError: the last of them\n")
-        child = Child(name=name, log=tmp_path / "log", started=loop.create_future(), ended=loop.create_future(),
-                      _send=lambda message: None)  # fmt: skip
+        child = Child(
+            name=name, log=tmp_path / "log", started=loop.create_future(), ended=loop.create_future(), _send=lambda message: None
+        )
         swarm._children[name], swarm._serving[name] = child, loop.create_future()
         if name == "backbone":
             swarm._children["trainer-0"] = child  # somebody trains
@@ -170,8 +173,9 @@ def test_a_run_that_a_stage_process_refuses_leaves_no_directory(step: int | None
         log.parent.mkdir(parents=True)
         log.write_text("")
         loop = asyncio.get_running_loop()
-        child = Child(name="stage-0-0", log=log, started=loop.create_future(), ended=loop.create_future(),
-                      _send=lambda message: None)  # fmt: skip
+        child = Child(
+            name="stage-0-0", log=log, started=loop.create_future(), ended=loop.create_future(), _send=lambda message: None
+        )
         swarm._children |= {"stage-0-0": child, "trainer-0": child}
         swarm._serving["stage-0-0"] = loop.create_future()
         swarm._picture.rows["trainer-0"] = Row("launch_trainer")
@@ -284,8 +288,14 @@ def test_a_trainer_may_die_while_another_lives_and_its_metrics_go_on(tmp_path: P
             name = f"trainer-{index}"
             swarm._picture.rows[name] = Row("launch_trainer")
             swarm._serving[name] = loop.create_future()
-            swarm._children[name] = Child(name=name, log=tmp_path / "log", started=loop.create_future(),
-                                          ended=loop.create_future(), pid=10 + index, _send=lambda message: None)  # fmt: skip
+            swarm._children[name] = Child(
+                name=name,
+                log=tmp_path / "log",
+                started=loop.create_future(),
+                ended=loop.create_future(),
+                pid=10 + index,
+                _send=lambda message: None,
+            )
             swarm._report(name, {"event": "serving", "host": "h", "port": 1})
 
         def end(name: str, code: int) -> None:

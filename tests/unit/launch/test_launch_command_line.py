@@ -15,10 +15,14 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = {
-    "launch_stage": "launch.stage", "launch_trainer": "launch.trainer", "launch_backbone": "launch.backbone",
-    "launch_local": "launch.local", "swarm_status": "launch.status", "export_model": "launch.export",
+    "launch_stage": "launch.stage",
+    "launch_trainer": "launch.trainer",
+    "launch_backbone": "launch.backbone",
+    "launch_local": "launch.local",
+    "swarm_status": "launch.status",
+    "export_model": "launch.export",
     "replay_ticket": "launch.replay",
-}  # fmt: skip
+}
 
 
 def run_main(program: str, *argv: str) -> int:
@@ -68,9 +72,14 @@ def test_who_stops_reading_ends_a_launcher_quietly(how: str) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_unknown_option_is_one_line_and_exit_code_2(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    required = {"launch_stage": ["--run", __file__], "launch_trainer": ["--run", __file__], "swarm_status": ["h:1"],
-                "launch_backbone": ["--run", __file__], "export_model": ["--checkpoints", ".", "--out", "x"],
-                "replay_ticket": ["--checkpoints", ".", "--step", "1"]}
+    required = {
+        "launch_stage": ["--run", __file__],
+        "launch_trainer": ["--run", __file__],
+        "swarm_status": ["h:1"],
+        "launch_backbone": ["--run", __file__],
+        "export_model": ["--checkpoints", ".", "--out", "x"],
+        "replay_ticket": ["--checkpoints", ".", "--step", "1"],
+    }
     assert run_main(program, *required.get(program, []), "--no-such-option", "1") == 2
     assert "--no-such-option" in one_line(capsys, program)
 
@@ -80,27 +89,50 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
     assert "the run uses no auxiliaries; create one with auxiliaries = 1" in one_line(capsys, "launch_backbone")
 
 
-@pytest.mark.parametrize(("program", "argv", "message"), [
-    ("export_model", ["--checkpoints", ".", "--out", ""], "--out: '' is no path"),
-    ("export_model", ["--checkpoints", "", "--out", "x"], "--checkpoints: '' is no path"),
-    ("export_model", ["--checkpoints", ".", "--out", "/dev/null"], "--out: /dev/null is no directory"),
-    ("export_model", ["--checkpoints", ".", "--out", "x", "--model", ""], "--model: '' names nothing"),
-    ("launch_backbone", ["--run", ".", "--public-host", ""], "--public-host: '' is neither the name of a host nor an address"),
-    ("launch_backbone", ["--run", ".", "--public-host", "host with space"], "neither the name of a host nor an address"),
-    ("launch_backbone", ["--run", ".", "--public-host", "203.0.113.500"], "neither the name of a host nor an address"),
-    ("launch_backbone", ["--run", ".", "--public-host", "203.0.113.5:41234"], "give 203.0.113.5 here, and --public-port 41234"),
-    ("launch_backbone", ["--run", ".", "--public-host", "[2001:db8::1]:4"], "give [2001:db8::1] here, and --public-port 4"),
-    ("launch_backbone", ["--run", "/dev/null"], "/dev/null: is a device, not a run file"),
-    ("launch_local", ["--threads", "99999999"], "--threads: 99999999 is more than 1024"),
-    ("launch_local", ["--in-flight", "99999999"], "--in-flight: 99999999 micro-batches are more than a step has at most, 65536"),
-    ("replay_ticket", ["--checkpoints", ".", "--step", "1", "--tolerance", "nan"], "--tolerance: 'nan' is not a number above 0"),
-    ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
-    ("launch_local", ["--data", ""], "--data: '' is no path"),
-    ("launch_local", ["--peers-per-stage", "1000000"], "--peers-per-stage: 1000000 is more than 1024"),
-    ("launch_stage", ["--join", "h:1", "--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
-    ("launch_local", ["--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
-    ("launch_local", ["--trainers", "1025"], "--trainers: 1025 is more than 1024"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "argv", "message"),
+    [
+        ("export_model", ["--checkpoints", ".", "--out", ""], "--out: '' is no path"),
+        ("export_model", ["--checkpoints", "", "--out", "x"], "--checkpoints: '' is no path"),
+        ("export_model", ["--checkpoints", ".", "--out", "/dev/null"], "--out: /dev/null is no directory"),
+        ("export_model", ["--checkpoints", ".", "--out", "x", "--model", ""], "--model: '' names nothing"),
+        (
+            "launch_backbone",
+            ["--run", ".", "--public-host", ""],
+            "--public-host: '' is neither the name of a host nor an address",
+        ),
+        ("launch_backbone", ["--run", ".", "--public-host", "host with space"], "neither the name of a host nor an address"),
+        ("launch_backbone", ["--run", ".", "--public-host", "203.0.113.500"], "neither the name of a host nor an address"),
+        (
+            "launch_backbone",
+            ["--run", ".", "--public-host", "203.0.113.5:41234"],
+            "give 203.0.113.5 here, and --public-port 41234",
+        ),
+        ("launch_backbone", ["--run", ".", "--public-host", "[2001:db8::1]:4"], "give [2001:db8::1] here, and --public-port 4"),
+        ("launch_backbone", ["--run", "/dev/null"], "/dev/null: is a device, not a run file"),
+        ("launch_local", ["--threads", "99999999"], "--threads: 99999999 is more than 1024"),
+        (
+            "launch_local",
+            ["--in-flight", "99999999"],
+            "--in-flight: 99999999 micro-batches are more than a step has at most, 65536",
+        ),
+        (
+            "replay_ticket",
+            ["--checkpoints", ".", "--step", "1", "--tolerance", "nan"],
+            "--tolerance: 'nan' is not a number above 0",
+        ),
+        ("launch_local", ["--state-dir", ""], "--state-dir: '' is no path"),
+        ("launch_local", ["--data", ""], "--data: '' is no path"),
+        ("launch_local", ["--peers-per-stage", "1000000"], "--peers-per-stage: 1000000 is more than 1024"),
+        (
+            "launch_stage",
+            ["--join", "h:1", "--memory-limit", "-1GiB"],
+            "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB",
+        ),
+        ("launch_local", ["--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
+        ("launch_local", ["--trainers", "1025"], "--trainers: 1025 is more than 1024"),
+    ],
+)
 def test_values_that_would_do_something_unwanted_are_refused(
     program: str, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,9 +172,7 @@ def test_malformed_toml_names_the_file(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("program", ["launch_local", "launch_trainer"])
-def test_a_missing_data_file_is_named(
-    program: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_data_file_is_named(program: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "no.txt"
     assert run_main(program, "--run", str(run_file), "--data", str(missing)) == 2
     assert str(missing) in one_line(capsys, program)
@@ -226,9 +256,7 @@ def test_a_port_in_use_is_named(kind: socket.SocketKind, run_file: Path, capsys:
 
 
 @pytest.mark.parametrize("program", ["launch_stage", "launch_trainer", "launch_backbone"])
-def test_a_join_address_that_nobody_answers_names_address_and_time(
-    program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_join_address_that_nobody_answers_names_address_and_time(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     role = {"launch_stage": "stage_peer", "launch_trainer": "trainer", "launch_backbone": "backbone"}[program]
     pytest.importorskip(f"swarm.peer.{role}", reason="this role of peer is missing")
     with socket.socket() as nobody:

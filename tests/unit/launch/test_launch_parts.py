@@ -55,9 +55,7 @@ def test_two_processes_never_share_a_state_directory(tmp_path: Path) -> None:
     assert list((tmp_path / "state").iterdir()) == [], "the lock leaves no file"
 
 
-def test_a_directory_that_is_let_go_soon_is_waited_for_and_that_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_is_let_go_soon_is_waited_for_and_that_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As after a kill, whose children take three seconds to end."""
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -112,8 +110,9 @@ def test_steps_that_are_missing_in_the_metrics_are_told_once(tmp_path: Path, cap
     metrics.close()
     missing = "missing, committed while nobody wrote there"
     assert [record.getMessage() for record in caplog.records] == [
-        f"--metrics {path}: steps 4 to 7 are {missing}", f"--metrics {path}: step 10 is {missing}"
-    ]  # fmt: skip
+        f"--metrics {path}: steps 4 to 7 are {missing}",
+        f"--metrics {path}: step 10 is {missing}",
+    ]
 
 
 def test_a_step_that_is_committed_anew_replaces_what_did_not_last(tmp_path: Path) -> None:
@@ -208,9 +207,14 @@ class StandInPeer:
 
 @pytest.mark.parametrize(
     ("number", "serves", "code"),
-    [(None, False, 0), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 0),
-     (signal.SIGINT, True, 130)],
-)  # fmt: skip
+    [
+        (None, False, 0),
+        (signal.SIGINT, False, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 0),
+        (signal.SIGINT, True, 130),
+    ],
+)
 def test_the_first_signal_stops_a_peer_in_order(number: signal.Signals | None, serves: bool, code: int) -> None:
     peers: list[StandInPeer] = []
 

@@ -52,8 +52,15 @@ def test_a_local_swarm_is_planned_alike() -> None:
 
 
 def test_a_model_whose_weights_are_cut_short_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64,
-              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     argv = ["--model", str(tmp_path), "--stages", "2"]
     assert plan.main(argv) == 0, "a plan needs no weights"

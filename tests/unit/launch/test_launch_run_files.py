@@ -92,7 +92,7 @@ def test_data_other_than_the_run_states_is_refused(tmp_path: Path) -> None:
         ({"model": "causal-lm", "model_options": {"model_type": "llama"}}, None),
         ({"model": "package.module:factory"}, None),
     ],
-)  # fmt: skip
+)
 def test_how_many_tokens_a_model_knows_is_told_without_building_it(fields: dict[str, object], vocab_size: int | None) -> None:
     assert vocab_size_of(RunConfig.model_validate(fields)) == vocab_size
 
@@ -112,7 +112,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_only_for_tokens_that_the_d
     other.write_text(text.read_text() + tokenizer._tokenizer.decode([known]))
     config = RunConfig(
         model="causal-lm", model_options={"model_type": "llama", "vocab_size": known}, sequence_length=8, eval_samples=0
-    )  # fmt: skip
+    )
     run = create_run(config, DataPaths(data=str(text), tokenizer=str(tmp_path / "tokenizer")))
     assert run.model_options["vocab_size"] == known
     with pytest.raises(ConfigError, match=rf"data other\.txt: holds token {known}, and the model has tokens 0 to {known - 1}"):
@@ -242,9 +242,7 @@ def conversations(tmp_path: Path) -> Path:
     return path
 
 
-def test_examples_share_samples_where_the_model_keeps_them_apart(
-    conversations: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_examples_share_samples_where_the_model_keeps_them_apart(conversations: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, plan = resolve("--data", str(conversations), "--sequence-length", "64", "--eval-samples", "0")
     assert create_run(config, plan.paths).packing
     assert not caplog.messages

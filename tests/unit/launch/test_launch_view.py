@@ -16,9 +16,19 @@ from swarm.base.ids import Address
 from swarm.wire.messages import Member, StatusReply
 
 LINE = {
-    "step": 12, "head": "ab" * 32, "loss": 2.91, "tokens": 4096, "tokens_per_s": 8123.4, "seconds": 0.5, "grad_norm": 1.0,
-    "lr": 3e-3, "peers": [2, 1], "retries": 0, "skipped": False, "tickets": [8, 8],
-}  # fmt: skip
+    "step": 12,
+    "head": "ab" * 32,
+    "loss": 2.91,
+    "tokens": 4096,
+    "tokens_per_s": 8123.4,
+    "seconds": 0.5,
+    "grad_norm": 1.0,
+    "lr": 3e-3,
+    "peers": [2, 1],
+    "retries": 0,
+    "skipped": False,
+    "tickets": [8, 8],
+}
 
 
 def test_a_step_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,10 @@ def after(command: Command, option: str) -> str:
     return command.words[command.words.index(option) + 1]
 
 
-@pytest.mark.parametrize(("num_devices", "devices"), [
-    (0, ["cpu", "cpu", "cpu", "cpu"]), (1, ["cuda:0"] * 4), (3, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"])
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_devices", "devices"),
+    [(0, ["cpu", "cpu", "cpu", "cpu"]), (1, ["cuda:0"] * 4), (3, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"])],
+)
 def test_stage_processes_are_spread_over_the_devices(tmp_path: Path, num_devices: int, devices: list[str]) -> None:
     commands = planned(tmp_path / "state", num_devices=num_devices)
     stages = [commands[f"stage-{stage}-{index}"] for index in range(2) for stage in range(2)]

@@ -42,12 +42,18 @@ def test_one_kind_is_held_to_its_precision_whatever_the_wire(precision: str, com
 @pytest.mark.parametrize(
     ("recorded", "here", "precision", "compression", "tolerance"),
     [
-        ("cpu", "cuda", "fp64", "none", 1e-9), ("cpu", "cuda", "fp64", "8bit", 6.4e-3), ("cpu", "cuda", "fp64", "bf16", 2e-3),
-        ("cpu", "cuda", "fp32", "none", 1e-3), ("cpu", "cuda", "fp32", "8bit", 6.4e-3), ("cuda", "cpu", "fp32", "fp16", 1e-3),
-        ("cuda-tf32", "cuda", "fp32", "none", 1e-2), ("cuda-tf32", "cpu", "bf16", "none", 3e-2),
-        ("cuda-tf32", "cpu", "fp64", "none", 1e-9), (None, "cpu", "fp32", "none", 1e-2),
+        ("cpu", "cuda", "fp64", "none", 1e-9),
+        ("cpu", "cuda", "fp64", "8bit", 6.4e-3),
+        ("cpu", "cuda", "fp64", "bf16", 2e-3),
+        ("cpu", "cuda", "fp32", "none", 1e-3),
+        ("cpu", "cuda", "fp32", "8bit", 6.4e-3),
+        ("cuda", "cpu", "fp32", "fp16", 1e-3),
+        ("cuda-tf32", "cuda", "fp32", "none", 1e-2),
+        ("cuda-tf32", "cpu", "bf16", "none", 3e-2),
+        ("cuda-tf32", "cpu", "fp64", "none", 1e-9),
+        (None, "cpu", "fp32", "none", 1e-2),
     ],
-)  # fmt: skip
+)
 def test_between_kinds_the_wire_and_shortened_products_count(
     recorded: str | None, here: str, precision: str, compression: str, tolerance: float
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-WORKER = '''
+WORKER = """
 import json, os, signal, sys, time
 directory, fd, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with open(os.path.join(directory, "lives"), "a") as lives:
@@ -33,9 +33,9 @@ if how == "end":
     sys.exit(0)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 time.sleep(60)
-'''
+"""
 
-SUPERVISOR = '''
+SUPERVISOR = """
 import logging, sys
 from launch.processes.supervisor import Supervisor
 logging.basicConfig(format="%(message)s")
@@ -43,13 +43,18 @@ directory, *lives = sys.argv[1:]
 def command(fd, served):
     return [sys.executable, directory + "/worker.py", directory, str(fd), str(served["port"] if served else 0), *lives]
 sys.exit(Supervisor(command, first_backoff_s=0.05).run())
-'''
+"""
 
 
 def start(directory: Path, *lives: str) -> subprocess.Popen[str]:
     (directory / "worker.py").write_text(WORKER)
-    return subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(directory), *lives], stderr=subprocess.PIPE, text=True,
-                            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(directory), *lives],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def lives_in(directory: Path) -> list[list[int]]:
@@ -121,6 +126,10 @@ def test_a_worker_whose_supervisor_died_before_it_looked_ends() -> None:
     gone.wait()
     worker = subprocess.run(
         [sys.executable, "-m", "launch.stage", "--join", "127.0.0.1:1", "--worker-of", "1", str(gone.pid)],
-        capture_output=True, text=True, timeout=20, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=20,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert (worker.returncode, worker.stdout, worker.stderr) == (1, "", ""), "it ended before it asked anybody"

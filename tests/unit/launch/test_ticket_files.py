@@ -68,12 +68,23 @@ def test_a_ticket_is_found_below_any_root_each_time_that_it_was_computed(tmp_pat
 
 @pytest.mark.parametrize(
     "changed",
-    [{"index": -5}, {"index": 10**30}, {"index": "three"}, {"tokens": "some"}, {"tokens": 10**400}, {"step": 20}, {"step": 0},
-     {"head": 5}, {"stages": []},
-     {"loss_sum": float("nan")}, {"stages": [{"peer": "2" * 40, "output": float("inf")}]}, {"stages": [{"peer": "2" * 40}] * 2},
-     {"stages": [{"peer": "2" * 40, "computed_on": "a GPU?"}]}],
+    [
+        {"index": -5},
+        {"index": 10**30},
+        {"index": "three"},
+        {"tokens": "some"},
+        {"tokens": 10**400},
+        {"step": 20},
+        {"step": 0},
+        {"head": 5},
+        {"stages": []},
+        {"loss_sum": float("nan")},
+        {"stages": [{"peer": "2" * 40, "output": float("inf")}]},
+        {"stages": [{"peer": "2" * 40}] * 2},
+        {"stages": [{"peer": "2" * 40, "computed_on": "a GPU?"}]},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_line_that_was_changed_is_left_out(
     tmp_path: Path, changed: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,9 +116,13 @@ def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     ("changes", "steps"),
-    [({}, [0, 20, 40]), ({"checkpoint_every": 0}, [0]), ({"delay_steps": 1}, [0, 1, 21, 41]),
-     ({"mode": "local", "inner_batch_size": 8}, [])],
-)  # fmt: skip
+    [
+        ({}, [0, 20, 40]),
+        ({"checkpoint_every": 0}, [0]),
+        ({"delay_steps": 1}, [0, 1, 21, 41]),
+        ({"mode": "local", "inner_batch_size": 8}, []),
+    ],
+)
 def test_tickets_of_steps_that_begin_at_a_checkpoint_are_replayable(changes: dict[str, object], steps: list[int]) -> None:
     config = RunConfig.model_validate(changes)
     assert [step for step in range(50) if is_replayable(config, step)] == steps

@@ -36,8 +36,13 @@ GENESIS = genesis_record(CONFIG, RUN, BALLOT, MEMBERS)
 
 def result(digit: str = "d", **changes: object) -> StageResult:
     values: dict[str, object] = {
-        "attempt": Attempt(), "average_digest": digit * 64, "sum_squares": 1.0, "num_tickets": 4, "tokens": 10, "loss_sum": 0.0,
-    }  # fmt: skip
+        "attempt": Attempt(),
+        "average_digest": digit * 64,
+        "sum_squares": 1.0,
+        "num_tickets": 4,
+        "tokens": 10,
+        "loss_sum": 0.0,
+    }
     return StageResult(**{**values, **changes})
 
 
@@ -54,10 +59,15 @@ HEAD_ARGUMENTS = ("1" * 64, 5, ("a" * 64, "b" * 64), 0.5, False)
 @pytest.mark.parametrize(
     ("position", "other"),
     [
-        (0, "2" * 64), (1, 6), (2, ("a" * 64, "c" * 64)), (2, ("b" * 64, "a" * 64)), (2, ("a" * 64,)),
-        (3, math.nextafter(0.5, 1)), (4, True),
+        (0, "2" * 64),
+        (1, 6),
+        (2, ("a" * 64, "c" * 64)),
+        (2, ("b" * 64, "a" * 64)),
+        (2, ("a" * 64,)),
+        (3, math.nextafter(0.5, 1)),
+        (4, True),
     ],
-)  # fmt: skip
+)
 def test_a_version_depends_on_every_input(position: int, other: object) -> None:
     changed = list(HEAD_ARGUMENTS)
     changed[position] = other
@@ -217,7 +227,11 @@ def test_the_loss_scale_doubles_after_enough_good_steps_in_a_row() -> None:
 def test_a_restoring_record_names_the_same_version_in_the_next_era() -> None:
     record = decided(result("d"), result("e"))
     restored = restoring_record(record, era=record.era + 1, ballot=Ballot(9, "f" * 40), members=MEMBERS)
-    assert (restored.version_id, restored.step, restored.previous_version_id) == (record.version_id, record.step, record.previous_version_id)
+    assert (restored.version_id, restored.step, restored.previous_version_id) == (
+        record.version_id,
+        record.step,
+        record.previous_version_id,
+    )
     assert restored.era == record.era + 1
     following = decided(result("d"), result("f"), previous=restored)
     assert following.era == restored.era, "what comes after stays in the era"
@@ -260,14 +274,21 @@ def test_records_have_one_order_on_every_peer() -> None:
     """By era, step, smaller head and ballot; what differs in nothing else than the ballot is one version of the model."""
     base = decided(result("d"), result("e"))
     ascending = [
-        base.model_copy(update={"era": era, "step": step, "head": (version_id + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)})
-        for era in (0, 1) for step in (3, 4) for version_id in "ba" for counter in (1, 2)
-    ]  # fmt: skip
+        base.model_copy(
+            update={"era": era, "step": step, "head": (version_id + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)}
+        )
+        for era in (0, 1)
+        for step in (3, 4)
+        for version_id in "ba"
+        for counter in (1, 2)
+    ]
     for i, older in enumerate(ascending):
         assert older.newer_than(None)
         assert not older.newer_than(older)
         for newer in ascending[i + 1 :]:
             assert newer.newer_than(older)
             assert not older.newer_than(newer)
-            assert newer.relists(older) == ((newer.era, newer.version_id, newer.step) == (older.era, older.version_id, older.step))
+            assert newer.relists(older) == (
+                (newer.era, newer.version_id, newer.step) == (older.era, older.version_id, older.step)
+            )
     assert not base.relists(None)

@@ -88,5 +88,7 @@ def test_a_draining_peer_never_serves_again() -> None:
 
 def test_a_peer_serves_only_with_state() -> None:
     assert {pair for pair, after in PEER.transitions.items() if after == "serving"} == {
-        ("waiting", "listed_ready"), ("syncing", "synced"), ("moving", "listed_ready"),
-    }  # fmt: skip
+        ("waiting", "listed_ready"),
+        ("syncing", "synced"),
+        ("moving", "listed_ready"),
+    }

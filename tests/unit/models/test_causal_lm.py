@@ -24,10 +24,19 @@ from swarm.wire.messages import CommitRecord
 B, T, V = 3, 12, 256
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 TINY: dict[str, Any] = {
-    "vocab_size": V, "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 24, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": V,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 #: Every multiplier, cap and window off its default: those are what a cut gets wrong.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -36,12 +45,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "gemma2": {"sliding_window": 5, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "granite": {
-        "embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
-    },
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
     "olmo2": {},
     "phi3": {"sliding_window": 5},
-}  # fmt: skip
+}
 NO_HEAD_DIM = ("qwen2", "granite", "olmo2", "phi3")
 
 

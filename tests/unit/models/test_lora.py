@@ -255,8 +255,7 @@ def test_the_adapters_file_is_what_peft_writes(saved: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("lora", "message"),
-    [("r=0", "lora.r"), ("rank=3", "lora.rank"), ("dropout=1", "lora.dropout"), ("r=x", "lora.r")],
+    ("lora", "message"), [("r=0", "lora.r"), ("rank=3", "lora.rank"), ("dropout=1", "lora.dropout"), ("r=x", "lora.r")]
 )
 def test_malformed_options_are_named(lora: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

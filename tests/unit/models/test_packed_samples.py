@@ -19,18 +19,25 @@ from swarm.feed.packing import PackedExamples
 
 T = 24
 TINY: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 24, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "initializer_range": 0.3, "tie_word_embeddings": False, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 FAMILIES: list[dict[str, Any]] = [
     {"model_type": "llama"},
     {"model_type": "llama", "attn_implementation": "eager"},
     {"model_type": "mistral", "sliding_window": 5},
-    {"model_type": "gemma3_text", "sliding_window": 5, "head_dim": 8,
-     "layer_types": ["sliding_attention", "full_attention"] * 2},
+    {"model_type": "gemma3_text", "sliding_window": 5, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
     {"model_type": "bloom", "n_head": 2, "n_layer": 4},
-]  # fmt: skip
+]
 
 
 def examples() -> list[Example]:
@@ -83,15 +90,33 @@ LONGROPE: dict[str, Any] = {"rope_type": "longrope", "long_factor": [2.0], "shor
         ({"model": "package.module:factory"}, "whether package.module:factory keeps them apart"),
         ({**CAUSAL, "model_options": {"model_type": "qwen3", "layer_types": ["full_attention", "conv"]}}, "of type conv"),
         ({**CAUSAL, "model_options": {"model_type": "phi3", "rope_scaling": LONGROPE}}, "beyond their first tokens"),
-        ({**CAUSAL, "model_options": {
-            "model_type": "phi3", "rope_scaling": LONGROPE, "original_max_position_embeddings": 4096}}, "beyond 4096 tokens"),
-        ({**CAUSAL, "model_options": {
-            "model_type": "phi3", "rope_scaling": LONGROPE, "original_max_position_embeddings": 8192}}, ""),
-        ({**CAUSAL, "model_options": {"model_type": "gemma3_text", "rope_parameters": {
-            "full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 4096}}}}, "beyond 4096 tokens"),
+        (
+            {
+                **CAUSAL,
+                "model_options": {"model_type": "phi3", "rope_scaling": LONGROPE, "original_max_position_embeddings": 4096},
+            },
+            "beyond 4096 tokens",
+        ),
+        (
+            {
+                **CAUSAL,
+                "model_options": {"model_type": "phi3", "rope_scaling": LONGROPE, "original_max_position_embeddings": 8192},
+            },
+            "",
+        ),
+        (
+            {
+                **CAUSAL,
+                "model_options": {
+                    "model_type": "gemma3_text",
+                    "rope_parameters": {"full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 4096}},
+                },
+            },
+            "beyond 4096 tokens",
+        ),
         ({**CAUSAL, "model_options": {"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}}, ""),
     ],
-)  # fmt: skip
+)
 def test_samples_are_shared_only_where_that_was_shown(fields: dict[str, Any], why: str) -> None:
     found = why_apart(RunConfig.model_validate(fields))
     assert why in found, found

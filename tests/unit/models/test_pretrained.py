@@ -33,11 +33,21 @@ def save_llama(
     directory: Path, *, dtype: torch.dtype = torch.float32, shard_size: str = "6KB", **changes: Any
 ) -> LlamaForCausalLM:
     torch.manual_seed(1)
-    config = LlamaConfig(**{
-        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 6, "intermediate_size": 24, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "rope_theta": 5000.0, "bos_token_id": None, "eos_token_id": None,
-        "tie_word_embeddings": False, **changes,
-    })  # fmt: skip
+    config = LlamaConfig(
+        **{
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "num_hidden_layers": 6,
+            "intermediate_size": 24,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_theta": 5000.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "tie_word_embeddings": False,
+            **changes,
+        }
+    )
     model = LlamaForCausalLM(config).to(dtype)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.3)
@@ -232,10 +242,23 @@ def no_config(d: Path) -> str:
     return "holds no config.json"
 
 
-@pytest.mark.parametrize("damage", [
-    remove_shard, truncate_shard, cut_header, misplace_tensor, break_index, leave_the_directory, pickle_only,
-    no_weights, no_config, endless_shape, list_for_a_type, half_a_character,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove_shard,
+        truncate_shard,
+        cut_header,
+        misplace_tensor,
+        break_index,
+        leave_the_directory,
+        pickle_only,
+        no_weights,
+        no_config,
+        endless_shape,
+        list_for_a_type,
+        half_a_character,
+    ],
+)
 def test_damaged_files_are_named_when_the_run_is_created(damage: Callable[[Path], str], directory: Path) -> None:
     message = damage(directory)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -244,9 +267,7 @@ def test_damaged_files_are_named_when_the_run_is_created(damage: Callable[[Path]
 
 
 @pytest.mark.parametrize("damage", [remove_shard, truncate_shard])
-def test_damaged_files_are_named_at_the_peer_that_needs_them(
-    damage: Callable[[Path], str], directory: Path, saved: Path
-) -> None:
+def test_damaged_files_are_named_at_the_peer_that_needs_them(damage: Callable[[Path], str], directory: Path, saved: Path) -> None:
     run = run_of(saved)
     message = damage(directory)
     # Whoever needs none of that shard does not look at it.
@@ -271,27 +292,58 @@ def test_missing_and_unexpected_tensors_are_named_before_anything_is_read(direct
 
 
 COMMON = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
     "moe_intermediate_size": 8,
-}  # fmt: skip
+}
 DRAFTING: dict[str, tuple[dict[str, Any], list[str]]] = {
     "glm4_moe": (
-        {"num_key_value_heads": 1, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "head_dim": 8,
-         "first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        {
+            "num_key_value_heads": 1,
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "head_dim": 8,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1,
+        },
         ["model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight", "model.layers.3.enorm.weight"],
     ),
     "deepseek_v3": (
-        {"num_key_value_heads": 2, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "n_group": 1,
-         "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
-         "qk_nope_head_dim": 4, "v_head_dim": 8},
+        {
+            "num_key_value_heads": 2,
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+        },
         ["model.layers.3.embed_tokens.weight", "model.layers.3.mlp.experts.1.down_proj.weight"],
     ),
     "qwen3_next": (
-        {"num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "linear_num_value_heads": 2,
-         "shared_expert_intermediate_size": 8, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        {
+            "num_key_value_heads": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "head_dim": 8,
+            "linear_num_value_heads": 2,
+            "shared_expert_intermediate_size": 8,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
         ["mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight", "mtp.norm.weight"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", DRAFTING)
@@ -420,20 +472,40 @@ MOE = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 12},
     "qwen3_moe": {"num_experts": 4, "head_dim": 8, **MOE},
-    "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8,
-                    "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, **MOE},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        **MOE,
+    },
     "phi3": {},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_and_renamed_tensors_of_the_files_find_their_places(family: str, tmp_path: Path) -> None:
     """Files hold an expert at a time, the model all in one; and buffers that a router learnt, which no seed gives."""
-    config = CONFIG_MAPPING[family](**{
-        "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 24, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
-        "pad_token_id": None, **FAMILIES[family],
-    })  # fmt: skip
+    config = CONFIG_MAPPING[family](
+        **{
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 24,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            **FAMILIES[family],
+        }
+    )
     model = AutoModelForCausalLM.from_config(config)
     for name, tensor in model.state_dict().items():
         tensor.normal_(0, 0.3, generator=torch.Generator().manual_seed(sum(name.encode())))

@@ -66,8 +66,15 @@ def test_a_run_that_would_train_nothing_is_refused() -> None:
 
 def test_a_local_run_of_a_model_with_tied_weights_in_two_stages_is_refused() -> None:
     """In one stage, or frozen, they may be tied."""
-    options = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-               "num_attention_heads": 2, "vocab_size": 64, "tie_word_embeddings": True}  # fmt: skip
+    options = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "tie_word_embeddings": True,
+    }
 
     def made(**changes: object) -> StageFactory:
         base: dict[str, object] = {"model": "causal-lm", "model_options": options, "mode": "local", "inner_batch_size": 8}

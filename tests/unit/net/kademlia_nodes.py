@@ -61,9 +61,10 @@ def protocol(node: KademliaDht) -> RecordProtocol:
 
 def signed(seed: int, *, key: str = KEY, sequence: int = 1, ttl_s: float = 600.0, host: str = "h") -> SignedRecord:
     identity = Identity.ephemeral(random.Random(seed))
-    return identity.sign_record(key, PeerRecord(
-        peer=identity.peer_id, incarnation="0" * 16, role="stage", host=host, port=1, ttl_s=ttl_s, sequence=sequence
-    ))
+    return identity.sign_record(
+        key,
+        PeerRecord(peer=identity.peer_id, incarnation="0" * 16, role="stage", host=host, port=1, ttl_s=ttl_s, sequence=sequence),
+    )
 
 
 async def ask(asker: KademliaDht, asked: KademliaDht, name: str, *args: Any) -> Any:

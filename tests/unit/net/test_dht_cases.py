@@ -121,7 +121,12 @@ def test_case_5_a_restarted_peer_has_its_identity_and_leaves_no_ghost(tmp_path):
             node._identity = identity
             await node.start([nodes[0].address])
             record = PeerRecord(
-                peer=identity.peer_id, incarnation=f"{life:016x}", role="stage", host="h", port=life, ttl_s=600.0,
+                peer=identity.peer_id,
+                incarnation=f"{life:016x}",
+                role="stage",
+                host="h",
+                port=life,
+                ttl_s=600.0,
                 sequence=identity.next_sequence(),
             )
             await node.publish(KEY, identity.sign_record(KEY, record))

@@ -10,17 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.base.errors import LinkBroken, Stalled
-from swarm.net.exchange import (
-    CHUNK_BYTES,
-    MOVING_BYTES,
-    Admission,
-    Beating,
-    Bounds,
-    Guard,
-    ProgressTimeout,
-    Waiting,
-    chunks_of,
-)
+from swarm.net.exchange import CHUNK_BYTES, MOVING_BYTES, Admission, Beating, Bounds, Guard, ProgressTimeout, Waiting, chunks_of
 from swarm.testing.virtual_time import run_virtual
 
 

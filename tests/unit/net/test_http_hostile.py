@@ -112,8 +112,12 @@ def test_bytes_that_are_no_http_get_a_short_answer() -> None:
         ("10 GB of Content-Length", post(b"", 10 * 10**9), 413, "over this peer's limit"),
         ("10 GB of header", post(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, 2**32 - 1, 0)), 400, "header of 4294967295 bytes"),
         ("10 GB of body", post(PREFIX.pack(MAGIC, PROTOCOL_MAJOR, 0, 0, 10, 10 * 10**9)), 400, "body of 10000000000 bytes"),
-        ("an endless chunked body", b"POST /v1 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-         + b"10000\r\n" + bytes(65536) + b"\r\n", 411, "Content-Length"),
+        (
+            "an endless chunked body",
+            b"POST /v1 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"10000\r\n" + bytes(65536) + b"\r\n",
+            411,
+            "Content-Length",
+        ),
         ("pickle bytes", post(pickle.dumps({"a": list(range(50))})), 400, "wrong magic"),
         ("wrong magic", post(frame_bytes(b"{}", 0, magic=b"EVIL")), 400, "wrong magic"),
         ("another major version", post(frame_bytes(b"{}", 0, major=9)), 400, "protocol version 9.0"),
@@ -128,13 +132,17 @@ def test_bytes_that_are_no_http_get_a_short_answer() -> None:
         ("too short for a frame", post(b"SWRM"), 400, "too few"),
         ("another path", post(b"x" * 40, path="/etc/passwd"), 404, "/v1"),
         ("another method", b"GET /v1 HTTP/1.1\r\nHost: x\r\n\r\n", 405, "POST"),
-        ("a web page", post(frame_bytes(b'{"kind":"ack"}', 0)).replace(b"Host: x", b"Host: x\r\nOrigin: http://a.page"), 403,
-         "web pages"),
+        (
+            "a web page",
+            post(frame_bytes(b'{"kind":"ack"}', 0)).replace(b"Host: x", b"Host: x\r\nOrigin: http://a.page"),
+            403,
+            "web pages",
+        ),
         ("another version of HTTP", b"POST /v1 HTTP/1.0\r\nContent-Length: 40\r\n\r\n" + bytes(40), 505, "HTTP/1.1"),
         ("a deep JSON", post(frame_bytes(b"[" * 100_000, 0)), 400, "JSON"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
-)  # fmt: skip
+)
 def test_hostile_requests_are_refused_with_a_reason(name: str, request_bytes: bytes, status: int, reason: str) -> None:
     async def scenario(server: HttpTransport) -> None:
         got_status, code, got_reason = refusal_in(await send_raw(server, request_bytes))
@@ -161,7 +169,7 @@ def test_hostile_requests_are_refused_with_a_reason(name: str, request_bytes: by
         ("POST /v1", "Content-Length: {size}"),
         ("post /v1 HTTP/1.1", "Content-Length: {size}"),
     ],
-)  # fmt: skip
+)
 def test_a_version_that_two_readers_could_take_for_different_ones_is_refused(lines: tuple[str, ...]) -> None:
     """Two ends must never disagree about where a message ends."""
     body = encode(Frame(Ack()))
@@ -447,9 +455,13 @@ def test_more_connections_than_a_process_may_have_files_neither_fill_its_log_nor
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER_WITH_FEW_FILES], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=few_files,
-    )  # fmt: skip
+        [sys.executable, "-c", SERVER_WITH_FEW_FILES],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=few_files,
+    )
     assert server.stdout is not None
 
     async def main(address: Address) -> None:

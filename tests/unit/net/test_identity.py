@@ -56,11 +56,22 @@ def test_the_file_is_private_and_no_other_is_left(tmp_path):
     assert os.listdir(tmp_path) == ["identity.json"]
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{}", b"[]", b"\xff\xfe", b"[" * 3000, b"x" * 9000, b'{"private_key": "00", "sequence": 1}',
-    b'{"private_key": 5, "sequence": 1}', json.dumps({"private_key": "0" * 64, "sequence": -1}).encode(),
-    json.dumps({"private_key": "0" * 64, "sequence": "1"}).encode(), json.dumps({"private_key": "0" * 64}).encode(),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 3000,
+        b"x" * 9000,
+        b'{"private_key": "00", "sequence": 1}',
+        b'{"private_key": 5, "sequence": 1}',
+        json.dumps({"private_key": "0" * 64, "sequence": -1}).encode(),
+        json.dumps({"private_key": "0" * 64, "sequence": "1"}).encode(),
+        json.dumps({"private_key": "0" * 64}).encode(),
+    ],
+)
 def test_a_corrupt_file_is_one_line_that_says_what_to_do(tmp_path, content):
     path = tmp_path / "identity.json"
     path.write_bytes(content)
@@ -105,9 +116,7 @@ def test_ephemeral_identities_follow_their_seed():
 
 def test_signatures_verify():
     identity = Identity.ephemeral(random.Random(0))
-    record = PeerRecord(
-        peer=identity.peer_id, incarnation="0" * 16, role="trainer", host="h", port=1, ttl_s=1, sequence=0
-    )
+    record = PeerRecord(peer=identity.peer_id, incarnation="0" * 16, role="trainer", host="h", port=1, ttl_s=1, sequence=0)
     assert verify_record("key", identity.sign_record("key", record)) == record
 
 

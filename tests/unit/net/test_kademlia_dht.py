@@ -185,24 +185,51 @@ def _request(name: Any, *args: Any, token: Any = b"", prove: Any = False, messag
 
 
 HOSTILE = [
-    b"", b"\x00", bytes(21), b"\x04" + bytes(40), b"\x00" + bytes(2000),
-    b"\x00" + bytes(20) + b"\xc1", b"\x00" + bytes(20) + b"\xdd\xff\xff\xff\xff", b"\x00" + bytes(20) + b"\x91" * 1300,
-    b"\x00" + bytes(20) + b"\xa4\xff\xff\xff\xff", b"\x00" + bytes(20) + b"\x81\x90\x01",
+    b"",
+    b"\x00",
+    bytes(21),
+    b"\x04" + bytes(40),
+    b"\x00" + bytes(2000),
+    b"\x00" + bytes(20) + b"\xc1",
+    b"\x00" + bytes(20) + b"\xdd\xff\xff\xff\xff",
+    b"\x00" + bytes(20) + b"\x91" * 1300,
+    b"\x00" + bytes(20) + b"\xa4\xff\xff\xff\xff",
+    b"\x00" + bytes(20) + b"\x81\x90\x01",
     b"\x00" + bytes(20) + b"\xd7\xff" + b"\xff" * 8,
-    _request("ping"), _request("ping", b"short"), _request("ping", bytes(21)), _request("ping", "x" * 20),
-    _request("stun", bytes(20)), _request("__init__", bytes(20)), _request(7, bytes(20)), _request("ping", 5),
-    _request("ping", bytes(20), 1), _request("ping", bytes(20), token=7), _request("ping", bytes(20), prove=1),
-    _request("sample", bytes(20), "k", 5), _request("sample", bytes(20), "", True), _request("sample", bytes(20), "k"),
-    b"\x00" + bytes(20) + umsgpack.packb(["ping", [bytes(20)]]), b"\x03" + bytes(40),
-    _request("find_node", bytes(20), b"short"), _request("find_node", bytes(20), None),
-    _request("find_value", bytes(20), "", b"", True), _request("find_value", bytes(20), "k" * 161, b"", True),
-    _request("find_value", bytes(20), "k", b"x", True), _request("find_value", bytes(20), "k", b"", 1),
+    _request("ping"),
+    _request("ping", b"short"),
+    _request("ping", bytes(21)),
+    _request("ping", "x" * 20),
+    _request("stun", bytes(20)),
+    _request("__init__", bytes(20)),
+    _request(7, bytes(20)),
+    _request("ping", 5),
+    _request("ping", bytes(20), 1),
+    _request("ping", bytes(20), token=7),
+    _request("ping", bytes(20), prove=1),
+    _request("sample", bytes(20), "k", 5),
+    _request("sample", bytes(20), "", True),
+    _request("sample", bytes(20), "k"),
+    b"\x00" + bytes(20) + umsgpack.packb(["ping", [bytes(20)]]),
+    b"\x03" + bytes(40),
+    _request("find_node", bytes(20), b"short"),
+    _request("find_node", bytes(20), None),
+    _request("find_value", bytes(20), "", b"", True),
+    _request("find_value", bytes(20), "k" * 161, b"", True),
+    _request("find_value", bytes(20), "k", b"x", True),
+    _request("find_value", bytes(20), "k", b"", 1),
     b"\x00" + bytes(20) + umsgpack.packb({"a": 1}),
 ]
 #: Of those who have shown that they live where they say; others are not even read.
 HOSTILE_STORES = [
-    ("k", []), ("k", [b"", b"", b"", -1]), ("k", [b"", b"", "", 1]), (b"k", [b"", b"", b"", 1]),
-    ("k", [b"", b"", b"", 1.0]), ("k", None), ("", [b"", b"", b"", 1]), ("k" * 161, [b"", b"", b"", 1]),
+    ("k", []),
+    ("k", [b"", b"", b"", -1]),
+    ("k", [b"", b"", "", 1]),
+    (b"k", [b"", b"", b"", 1]),
+    ("k", [b"", b"", b"", 1.0]),
+    ("k", None),
+    ("", [b"", b"", b"", 1]),
+    ("k" * 161, [b"", b"", b"", 1]),
 ]
 
 
@@ -229,11 +256,19 @@ def test_hostile_datagrams_are_dropped_and_counted_and_change_nothing():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.one_of(
-    st.binary(max_size=80),
-    st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-2**63, 2**63), st.text(), st.binary(max_size=40)),
-                 lambda inner: st.lists(inner, max_size=4), max_leaves=8).map(umsgpack.packb),
-), max_size=8))
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=80),
+            st.recursive(
+                st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**63), st.text(), st.binary(max_size=40)),
+                lambda inner: st.lists(inner, max_size=4),
+                max_leaves=8,
+            ).map(umsgpack.packb),
+        ),
+        max_size=8,
+    )
+)
 def test_no_noise_raises(contents):
     async def main() -> None:
         [node] = await spawn(1)
@@ -249,10 +284,22 @@ def test_no_noise_raises(contents):
     run(main())
 
 
-@pytest.mark.parametrize("body", [
-    None, 7, b"", [], [[], []], [[b"x"], [], False], [[], [[b"", b"", b""]], False], [[], [], 1],
-    [[bytes(26)], [], False], [[bytes(25)], [], False], [[], [[bytes(32), b"{}", bytes(64), 1000]], True],
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        7,
+        b"",
+        [],
+        [[], []],
+        [[b"x"], [], False],
+        [[], [[b"", b"", b""]], False],
+        [[], [], 1],
+        [[bytes(26)], [], False],
+        [[bytes(25)], [], False],
+        [[], [[bytes(32), b"{}", bytes(64), 1000]], True],
+    ],
+)
 def test_a_lookup_survives_any_answer(body):
     async def main() -> None:
         node, liar, honest = await spawn(3)
@@ -416,12 +463,21 @@ def test_edges_of_buckets_belong_to_one_bucket_and_silent_contacts_give_way():
     assert {contact.id for contact in table.contacts()} == {middle[1], middle[2], newcomer}
 
 
-@pytest.mark.parametrize(("ip", "asker", "expected"), [
-    ("127.0.0.1", "127.0.0.1", True), ("127.0.0.1", "10.0.0.1", False), ("::1", "8.8.8.8", False),
-    ("10.0.0.1", "10.0.0.2", True), ("10.0.0.1", "8.8.8.8", False), ("8.8.8.8", "10.0.0.1", True),
-    ("8.8.8.8", "1.1.1.1", True), ("0.0.0.0", "127.0.0.1", False), ("224.0.0.1", "10.0.0.1", False),
-    ("10.0.0.1", "127.0.0.1", True),
-])
+@pytest.mark.parametrize(
+    ("ip", "asker", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "10.0.0.1", False),
+        ("::1", "8.8.8.8", False),
+        ("10.0.0.1", "10.0.0.2", True),
+        ("10.0.0.1", "8.8.8.8", False),
+        ("8.8.8.8", "10.0.0.1", True),
+        ("8.8.8.8", "1.1.1.1", True),
+        ("0.0.0.0", "127.0.0.1", False),
+        ("224.0.0.1", "10.0.0.1", False),
+        ("10.0.0.1", "127.0.0.1", True),
+    ],
+)
 def test_addresses_are_told_only_to_those_who_can_use_them(ip, asker, expected):
     assert plausible_for(ip, asker) is expected
 

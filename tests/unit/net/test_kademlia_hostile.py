@@ -47,10 +47,17 @@ async def sent_to(address: tuple[str, int]) -> list[bytes]:
 
 anything = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(-2**63, 2**64 - 1), st.floats(), st.text(max_size=20),
-        st.binary(max_size=40), st.binary(min_size=20, max_size=20), st.sampled_from(["", KEY, b"", bytes(20)]),
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(),
+        st.text(max_size=20),
+        st.binary(max_size=40),
+        st.binary(min_size=20, max_size=20),
+        st.sampled_from(["", KEY, b"", bytes(20)]),
     ),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=10,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=10,
 )
 records = st.tuples(st.binary(max_size=40), st.binary(max_size=1200), st.binary(max_size=80), st.integers(-5, 2**40))
 
@@ -95,6 +102,7 @@ def test_no_answer_does_harm(bodies):
 
 
 # ------------------------------------------------------------------ ids
+
 
 def test_who_cannot_prove_an_id_is_no_contact_and_its_answers_do_not_count():
     async def main() -> None:
@@ -147,6 +155,7 @@ def test_an_id_is_proven_once_and_costs_nothing_later():
 
 # ------------------------------------------------------------------ addresses
 
+
 @pytest.mark.parametrize("name", ["find_node", "find_value", "sample", "ping", "store"])
 def test_nobody_is_flooded_in_anothers_name(name):
     async def main() -> None:
@@ -155,8 +164,13 @@ def test_nobody_is_flooded_in_anothers_name(name):
             await nodes[0].publish(KEY, signed(seed))
         arrived = await sent_to(HOME)
         record = wire.pack_record(signed(99), 5.0)
-        args = {"find_node": [bytes(20)], "find_value": [KEY, b"", True], "sample": [KEY, True], "ping": [],
-                "store": [KEY, record]}[name]
+        args = {
+            "find_node": [bytes(20)],
+            "find_value": [KEY, b"", True],
+            "sample": [KEY, True],
+            "ping": [],
+            "store": [KEY, record],
+        }[name]
         num_bytes = 0
         for number in range(20):
             spoofed = question(name, random.Random(number).randbytes(20), *args, prove=True)
@@ -200,6 +214,7 @@ def test_a_node_that_always_demands_another_token_gets_no_more():
 
 
 # ------------------------------------------------------------------ records
+
 
 def test_bad_records_are_refused_where_they_arrive_and_counted_by_reason():
     async def main() -> None:
@@ -290,9 +305,7 @@ def test_one_source_with_many_identities_crowds_out_only_itself():
 
 def test_the_whole_storage_is_shared_fairly_too():
     counters: Counter[str] = Counter()
-    store = RecordStorage(
-        now=lambda: 5.0, verifier=RecordVerifier(), limits=StorageLimits(total=20), counters=counters
-    )
+    store = RecordStorage(now=lambda: 5.0, verifier=RecordVerifier(), limits=StorageLimits(total=20), counters=counters)
     for seed in range(40):
         store.put(f"evil {seed}", signed(seed, key=f"evil {seed}", ttl_s=3600.0), 3600.0, "10.6.6.6")
     for seed in range(5):

@@ -30,6 +30,7 @@ BAD_LINKS = {"drop": 0.2, "duplicate": 0.1, "latency_s": (0.001, 0.05)}
 
 # ------------------------------------------------------------------ big stages
 
+
 def test_a_big_stage_is_sampled_evenly_in_few_short_datagrams():
     async def main() -> None:
         nodes = await spawn(12)
@@ -92,6 +93,7 @@ def test_a_node_that_shows_only_its_friends_cannot_fill_a_sample():
 
 # ------------------------------------------------------------------ growth
 
+
 def test_hops_grow_slowly():
     async def main() -> None:
         nodes = await spawn(64, timing=ServerTiming(refresh_s=3600.0))
@@ -112,6 +114,7 @@ def test_hops_grow_slowly():
 
 
 # ------------------------------------------------------------------ bad links
+
 
 def test_a_fifth_lost_each_way_some_twice_all_out_of_order_and_every_lookup_is_whole():
     async def main() -> None:
@@ -190,6 +193,7 @@ def test_when_everything_is_slow_nobody_is_taken_for_dead():
 
 # ------------------------------------------------------------------ deaths
 
+
 def test_half_of_all_die_at_once_and_lookups_succeed_within_two_seconds():
     async def main() -> None:
         nodes = await spawn(32)
@@ -238,6 +242,7 @@ def test_a_record_whose_holders_all_died_is_stored_elsewhere_by_its_writer():
 
 
 # ------------------------------------------------------------------ joining
+
 
 def test_two_networks_joined_by_one_new_contact_become_one_within_half_a_minute():
     async def main() -> None:
@@ -325,6 +330,7 @@ def test_starting_takes_one_answer_and_not_the_slowest():
 
 # ------------------------------------------------------------------ clocks
 
+
 @pytest.mark.parametrize("offset_s", [-3600.0, 3600.0, 1e9])
 def test_a_clock_that_is_off_changes_nothing(offset_s):
     async def main() -> None:
@@ -366,6 +372,7 @@ def test_no_wall_clock_is_read(monkeypatch):
 
 
 # ------------------------------------------------------------------ faults of the libraries beneath
+
 
 def test_a_new_node_is_handed_what_is_near_it_under_the_right_key():
     async def main() -> None:

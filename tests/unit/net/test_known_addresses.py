@@ -133,11 +133,24 @@ def test_contacts_come_back_in_order_and_only_so_many(tmp_path):
     assert os.listdir(tmp_path) == ["contacts.json"]
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"[]", b"{}", b"\xff", b"[" * 9000, b'{"contacts": 5}', b'{"contacts": [5]}', b'{"contacts": [["10.0.0.1"]]}',
-    b'{"contacts": [["somewhere", 5]]}', b'{"contacts": [["10.0.0.1", "5"]]}', b'{"contacts": [["10.0.0.1", 0]]}',
-    b'{"contacts": [["10.0.0.1", 1e999]]}', json.dumps({"contacts": [["10.0.0.1", 65536]]}).encode(),
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b"[" * 9000,
+        b'{"contacts": 5}',
+        b'{"contacts": [5]}',
+        b'{"contacts": [["10.0.0.1"]]}',
+        b'{"contacts": [["somewhere", 5]]}',
+        b'{"contacts": [["10.0.0.1", "5"]]}',
+        b'{"contacts": [["10.0.0.1", 0]]}',
+        b'{"contacts": [["10.0.0.1", 1e999]]}',
+        json.dumps({"contacts": [["10.0.0.1", 65536]]}).encode(),
+    ],
+)
 def test_a_file_that_makes_no_sense_is_no_file(tmp_path, content):
     path = tmp_path / "contacts.json"
     path.write_bytes(content)

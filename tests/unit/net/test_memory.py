@@ -285,9 +285,7 @@ def test_a_paused_peer_calls_nobody() -> None:
 
 def schedule(seed: int) -> tuple[list[tuple[float, int]], dict[str, int]]:
     """What arrives when, in a busy simulation with every fault."""
-    network = MemoryNetwork(
-        random.Random(seed), jitter_s=0.05, drop=0.1, drop_reply=0.1, duplicate=0.1, bytes_per_s=10_000
-    )
+    network = MemoryNetwork(random.Random(seed), jitter_s=0.05, drop=0.1, drop_reply=0.1, duplicate=0.1, bytes_per_s=10_000)
     arrivals: list[tuple[float, int]] = []
 
     async def main() -> None:
@@ -299,9 +297,7 @@ def schedule(seed: int) -> tuple[list[tuple[float, int]], dict[str, int]]:
         peers = [MemoryTransport(network, Address(f"peer{i}", 1)) for i in range(5)]
         for peer in peers:
             await peer.start(handler)
-        calls = [
-            outcome(peers[i % 5].call(peers[(i * i + 1) % 5].address, chunk(i * 10), stall_s=2)) for i in range(100)
-        ]
+        calls = [outcome(peers[i % 5].call(peers[(i * i + 1) % 5].address, chunk(i * 10), stall_s=2)) for i in range(100)]
         running = asyncio.gather(*calls)
         await asyncio.sleep(0.05)
         network.cut(peers[0].address, peers[1].address)

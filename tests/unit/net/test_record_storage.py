@@ -23,9 +23,12 @@ VERIFIER = RecordVerifier()
 @functools.cache
 def signed(writer: int = 0, key: str = "a", sequence: int = 1, ttl_s: float = 10.0, port: int = 1) -> SignedRecord:
     identity = WRITERS[writer]
-    return identity.sign_record(key, PeerRecord(
-        peer=identity.peer_id, incarnation="0" * 16, role="stage", host="h", port=port, ttl_s=ttl_s, sequence=sequence
-    ))
+    return identity.sign_record(
+        key,
+        PeerRecord(
+            peer=identity.peer_id, incarnation="0" * 16, role="stage", host="h", port=port, ttl_s=ttl_s, sequence=sequence
+        ),
+    )
 
 
 class Clock:
@@ -38,7 +41,6 @@ class Clock:
 def storage(clock: Clock, **limits: int) -> tuple[RecordStorage, Counter[str]]:
     counters: Counter[str] = Counter()
     return RecordStorage(now=clock, verifier=VERIFIER, limits=StorageLimits(**limits), counters=counters), counters
-
 
 
 def test_a_record_that_expires_while_it_is_asked_for_is_none():
@@ -130,16 +132,20 @@ class SlowStorage:
 
 
 puts = st.tuples(
-    st.integers(0, len(WRITERS) - 1), st.sampled_from(KEYS), st.integers(0, 3), st.sampled_from([2.0, 5.0, 9.0]),
-    st.integers(1, 2), st.sampled_from([-1.0, 0.0, 1.5, 4.0, 100.0]), st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]),
+    st.integers(0, len(WRITERS) - 1),
+    st.sampled_from(KEYS),
+    st.integers(0, 3),
+    st.sampled_from([2.0, 5.0, 9.0]),
+    st.integers(1, 2),
+    st.sampled_from([-1.0, 0.0, 1.5, 4.0, 100.0]),
+    st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]),
     st.sampled_from(["", "10.0.0.1", "10.0.0.1", "10.0.0.2"]),
 )
 
 
 @settings(max_examples=200, deadline=None)
 @example(  # a short-lived newer record must not shorten the memory of a long-lived older one
-    [(0, "a", 1, 9.0, 1, 1.5, 0.0, ""), (0, "a", 2, 2.0, 1, 4.0, 3.0, ""), (0, "a", 1, 9.0, 1, 4.0, 3.0, "")] * 2,
-    (8, 8, 99),
+    [(0, "a", 1, 9.0, 1, 1.5, 0.0, ""), (0, "a", 2, 2.0, 1, 4.0, 3.0, ""), (0, "a", 1, 9.0, 1, 4.0, 3.0, "")] * 2, (8, 8, 99)
 )
 @given(st.lists(puts, max_size=40), st.sampled_from([(8, 8, 99), (2, 8, 99), (8, 2, 99), (8, 8, 4), (8, 8, 7), (3, 3, 5)]))
 def test_behaves_like_its_slow_twin(steps, bounds):
@@ -193,9 +199,11 @@ def test_every_refusal_is_counted_by_reason():
     good = signed()
     assert store.put("a", good, 10.0) == ""
     cases = {
-        "forged": ("b", good, 10.0), "malformed": ("a", SignedRecord(b"", b"", b""), 10.0),
+        "forged": ("b", good, 10.0),
+        "malformed": ("a", SignedRecord(b"", b"", b""), 10.0),
         "oversize": ("a", SignedRecord(good.public_key, bytes(2000), good.signature), 10.0),
-        "expired": ("a", signed(sequence=2), 0.0), "old_sequence": ("a", signed(sequence=0), 10.0),
+        "expired": ("a", signed(sequence=2), 0.0),
+        "old_sequence": ("a", signed(sequence=0), 10.0),
         "full": ("a", signed(writer=1), 10.0),
     }
     assert set(cases) == REFUSALS

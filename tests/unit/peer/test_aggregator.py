@@ -38,10 +38,15 @@ def context_of(transport: Transport, seed: int) -> PeerContext:
     rng = random.Random(seed)
     identity = Identity.ephemeral(rng)
     return PeerContext(
-        config=CONFIG, config_bytes=CONFIG.to_bytes(), identity=identity, incarnation=new_incarnation(rng), transport=transport,
-        dht=MemoryDht(MemoryDhtNetwork(rng), identity=identity, address=Address("nowhere", 1)), rng=rng,
+        config=CONFIG,
+        config_bytes=CONFIG.to_bytes(),
+        identity=identity,
+        incarnation=new_incarnation(rng),
+        transport=transport,
+        dht=MemoryDht(MemoryDhtNetwork(rng), identity=identity, address=Address("nowhere", 1)),
+        rng=rng,
         advertise_host=transport.address.host,
-    )  # fmt: skip
+    )
 
 
 class World:
@@ -50,9 +55,7 @@ class World:
     def __init__(self, here: Transport, there: Transport, executor: Executor) -> None:
         self.link, self.served = Link(context_of(here, 1)), Link(context_of(there, 2))
         self.aggregator = Aggregator(self.served, executor, limit_bytes=LIMIT)
-        self.members = [
-            m.Member(peer=f"{i:040x}", incarnation="0" * 16, host="somewhere", port=1) for i in range(NUM_MEMBERS)
-        ]
+        self.members = [m.Member(peer=f"{i:040x}", incarnation="0" * 16, host="somewhere", port=1) for i in range(NUM_MEMBERS)]
 
     async def start(self) -> None:
         await self.served.serve()
@@ -183,10 +186,11 @@ def test_an_average_that_cannot_be_summed_is_refused_before_memory_is_taken() ->
 
     async def main(world: World) -> None:
         strange = [
-            sparse.spec(4, torch.float32), RAW.spec(4, torch.float16),
+            sparse.spec(4, torch.float32),
+            RAW.spec(4, torch.float16),
             m.TensorSpec(name="slice", dtype="int64", shape=(4,), role="state"),
             m.TensorSpec(name="slice", dtype="float32", shape=(2, 2), role="state"),
-        ]  # fmt: skip
+        ]
         for vector in strange:
             code, reason = await refusal(world.assist(1, RAW, 4, vector=vector))
             assert code == "bad_request"
@@ -279,9 +283,7 @@ def test_who_sends_no_numbers_is_named() -> None:
         await world.assist(1, RAW, 4)
         reducing = asyncio.create_task(world.reduce(1, [0, 0, 0, 4]))
         parts = [torch.ones(4), torch.full((4,), float("inf")), torch.ones(4)]
-        replies = await asyncio.gather(
-            *(world.slice(1, i, 0, RAW, part) for i, part in enumerate(parts)), return_exceptions=True
-        )
+        replies = await asyncio.gather(*(world.slice(1, i, 0, RAW, part) for i, part in enumerate(parts)), return_exceptions=True)
         assert all(isinstance(reply, RefusedBy) for reply in replies)
         reduced = await reducing
         assert reduced.suspects == (world.members[1],)

@@ -62,9 +62,7 @@ def test_where_nobody_answers_in_time_it_says_so_once_more(caplog: pytest.LogCap
 OWN, FOREIGN = RunConfig(seed=1), RunConfig(seed=2)
 
 
-async def ask_those_known_from_before(
-    *, named: RunConfig | None, contacts: list[RunConfig | str]
-) -> tuple[RunConfig, float]:
+async def ask_those_known_from_before(*, named: RunConfig | None, contacts: list[RunConfig | str]) -> tuple[RunConfig, float]:
     """`named` and each of the contacts serves a run, is "silent" or away. Who is heeded, and after how many seconds."""
     network = MemoryNetwork(random.Random(1))
     newcomer = MemoryTransport(network, Address("192.0.2.2", 1))

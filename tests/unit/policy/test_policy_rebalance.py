@@ -19,8 +19,9 @@ def workers_of(stages: list[list[float]], *, load: float = 1.5, **more: object) 
     """Of each stage its peers' seconds per ticket."""
     return [
         Worker(key=(f"{stage}.{i}", ""), stage=stage, seconds={stage: seconds}, load=load, **more)  # type: ignore[arg-type]
-        for stage, peers in enumerate(stages) for i, seconds in enumerate(peers)
-    ]  # fmt: skip
+        for stage, peers in enumerate(stages)
+        for i, seconds in enumerate(peers)
+    ]
 
 
 def plan(stages: list[list[float]], *, state_bytes: int = 0, min_peers: int = 1, **more: object) -> RebalancePlan:
@@ -30,9 +31,7 @@ def plan(stages: list[list[float]], *, state_bytes: int = 0, min_peers: int = 1,
 
 def after(workers: list[Worker], moves: tuple[PlannedMove, ...]) -> list[Worker]:
     target = {move.key: move.target for move in moves}
-    return [
-        Worker(key=w.key, stage=target.get(w.key, w.stage), seconds=w.seconds, load=w.load, ready=w.ready) for w in workers
-    ]
+    return [Worker(key=w.key, stage=target.get(w.key, w.stage), seconds=w.seconds, load=w.load, ready=w.ready) for w in workers]
 
 
 def settle(stages: list[list[float]], *, periods: int = 30) -> tuple[float, int]:
@@ -100,11 +99,12 @@ def test_peers_change_places_where_no_single_move_helps() -> None:
         ([[1.0, 50.0], [1.02]], {}, "1 moves would gain 2.0%, less than 3.0%"),
         ([[1.0] * 16, [1.0] * 14], {"num_tickets": 1.0}, "1 moves would gain 7.1%, less than 9.7%"),
         (
-            [[1.0] * 6, [1.0] * 2], {"bandwidth": 1e6, "state_bytes": 2 * 10**9},
+            [[1.0] * 6, [1.0] * 2],
+            {"bandwidth": 1e6, "state_bytes": 2 * 10**9},
             "1 moves would gain 50.0%, but their transfers do not pay within 1200 s",
         ),
     ],
-)  # fmt: skip
+)
 def test_nobody_moves_without_a_reason(stages: list[list[float]], more: dict[str, object], reason: str) -> None:
     decided = plan(stages, **more)  # type: ignore[arg-type]
     assert not decided.moves
@@ -176,9 +176,7 @@ def one_change(workers: list[Worker]) -> Iterator[tuple[PlannedMove, ...]]:
 def test_a_plan_is_at_least_as_good_as_the_best_single_change(stages: list[list[float]]) -> None:
     workers, works = workers_of(stages), [StageWork()] * len(stages)
     decided = plan_moves(Swarm(works, workers), period_s=PERIOD_S)
-    best = max(
-        (Swarm(works, after(workers, moves)).throughput({}) for moves in one_change(workers)), default=decided.before
-    )
+    best = max((Swarm(works, after(workers, moves)).throughput({}) for moves in one_change(workers)), default=decided.before)
     if best > decided.before * (1 + MIN_GAIN + 1e-6):
         assert decided.after >= best * (1 - 1e-9), decided.reason
 

@@ -60,9 +60,8 @@ def test_a_version_counts_as_of_the_latest_era_that_anyone_knows() -> None:
 
 #: A head belongs to one step; "0a" and "0b" are two lineages of step 0.
 HOLDINGS = st.builds(
-    lambda step, lineage, era: Holding(f"{step}{lineage}", era, step),
-    st.integers(0, 2), st.sampled_from("ab"), st.integers(0, 1),
-)  # fmt: skip
+    lambda step, lineage, era: Holding(f"{step}{lineage}", era, step), st.integers(0, 2), st.sampled_from("ab"), st.integers(0, 1)
+)
 STAGES = st.lists(st.dictionaries(st.sampled_from("pq"), st.lists(HOLDINGS, max_size=4), max_size=2), min_size=1, max_size=3)
 
 

@@ -81,10 +81,15 @@ def test_a_slow_link_between_two_members_is_gone_round() -> None:
 
 CANDIDATES = st.lists(
     st.builds(
-        Candidate, samples_per_s=st.sampled_from([0.0, 0.1, 1.0, 5.0]), upload=st.floats(1, 100), download=st.floats(1, 100),
-        holds_replica=st.just(True), reachable=st.booleans(),
+        Candidate,
+        samples_per_s=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+        upload=st.floats(1, 100),
+        download=st.floats(1, 100),
+        holds_replica=st.just(True),
+        reachable=st.booleans(),
     ),
-    min_size=2, max_size=3,
+    min_size=2,
+    max_size=3,
 ).filter(lambda cs: any(c.reachable for c in cs) and any(c.samples_per_s for c in cs))
 
 

@@ -25,9 +25,7 @@ def test_without_a_warm_up_the_first_step_has_the_peak() -> None:
     assert learning_rate(config(warmup_steps=0), 0) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("schedule", "middle", "end"), [("constant", 2.0, 2.0), ("linear", 1.1, 0.2), ("cosine", 1.1, 0.2)]
-)
+@pytest.mark.parametrize(("schedule", "middle", "end"), [("constant", 2.0, 2.0), ("linear", 1.1, 0.2), ("cosine", 1.1, 0.2)])
 def test_the_decay_ends_at_the_minimum_and_stays_there(schedule: str, middle: float, end: float) -> None:
     run = config(lr_schedule=schedule)
     assert learning_rate(run, 14) == pytest.approx(middle)

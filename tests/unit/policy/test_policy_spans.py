@@ -38,10 +38,7 @@ def test_no_cut_is_better(loads: Loads, num_stages: int) -> None:
 @given(models, st.integers(0, 40))
 def test_fewest_stages_are_the_fewest(loads: Loads, max_bytes: int) -> None:
     number, reason = fewest_stages(loads, max_bytes)
-    fits = [
-        n for n in range(1, len(loads.layers) + 1)
-        if all(loads.of(span).num_bytes <= max_bytes for span in cut(loads, n)[0])
-    ]  # fmt: skip
+    fits = [n for n in range(1, len(loads.layers) + 1) if all(loads.of(span).num_bytes <= max_bytes for span in cut(loads, n)[0])]
     assert number == (fits[0] if fits else None)
     assert reason
 

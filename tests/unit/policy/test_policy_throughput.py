@@ -80,8 +80,7 @@ def test_newcomers_before_the_first_measurement_fill_the_stages_in_turn() -> Non
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([0.25, 0.5, 1.0, 3.0]), max_size=4), min_size=1, max_size=5),
-    st.sampled_from([0.5, 2.0]),
+    st.lists(st.lists(st.sampled_from([0.25, 0.5, 1.0, 3.0]), max_size=4), min_size=1, max_size=5), st.sampled_from([0.5, 2.0])
 )
 def test_placement_equals_trying_every_stage(stages: list[list[float]], seconds: float) -> None:
     workers = [worker(f"{k}.{i}", k, s) for k, peers in enumerate(stages) for i, s in enumerate(peers)]

@@ -71,9 +71,16 @@ class RecordedCall:
 
 
 def add(
-    self: HostDevice, accumulator: Accumulator, index: int, gradients: Sequence[torch.Tensor | None], *, loss_scale: float,
-    entry: LedgerEntry | Tensors, with_norm: bool, borrowed: bool = False,
-) -> Added:  # fmt: skip
+    self: HostDevice,
+    accumulator: Accumulator,
+    index: int,
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    loss_scale: float,
+    entry: LedgerEntry | Tensors,
+    with_norm: bool,
+    borrowed: bool = False,
+) -> Added:
     """As `CudaDevice.add`: the gradients may wait in their places until others go into the sum with them."""
     norm = norm_of(gradients) if with_norm else None
     if not isinstance(entry, LedgerEntry):

@@ -21,13 +21,7 @@ from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.saved import checkpoint as module
-from swarm.stage.saved.checkpoint import (
-    StageCheckpoint,
-    mark_best,
-    saved_steps,
-    scan,
-    write_checkpoint,
-)
+from swarm.stage.saved.checkpoint import StageCheckpoint, mark_best, saved_steps, scan, write_checkpoint
 from swarm.stage.saved.whole_checkpoint import find_complete, require_own, use_complete
 from swarm.stage.versions import StageState, Version, make_version
 from swarm.wire.messages import CommitRecord
@@ -41,26 +35,36 @@ LAYOUT = Layout.of(torch.nn.Linear(3, 2))
 
 def record_of(num_commits: int, lineage: str, *, saved: int = 0) -> CommitRecord:
     return CommitRecord(
-        run="1" * 64, step=num_commits - 1, version_id=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
-        ballot=ZERO_BALLOT, members=((),) * NUM_STAGES, saved=saved,
-    )  # fmt: skip
+        run="1" * 64,
+        step=num_commits - 1,
+        version_id=digest_of([torch.tensor([num_commits]), torch.tensor([ord(lineage)])]),
+        ballot=ZERO_BALLOT,
+        members=((),) * NUM_STAGES,
+        saved=saved,
+    )
 
 
 def moments_of(layout: Layout = LAYOUT, *, in_8_bits: bool = False) -> Moments:
     return Moments(layout, dtype=torch.float32, device="cpu", in_8_bits=in_8_bits)
 
 
-def version_of(
-    num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT, saved: int = 0
-) -> Version:
+def version_of(num_commits: int, *, value: float = 0.0, lineage: str = "a", layout: Layout = LAYOUT, saved: int = 0) -> Version:
     masters = torch.arange(layout.num_elements, dtype=torch.float32) + 100 * num_commits + value
     return make_version(record_of(num_commits, lineage, saved=saved), layout, masters, torch.float32)
 
 
 def write(
-    root: Path, stage: int, num_commits: int, *, value: float = 0.0, lineage: str = "a", config: RunConfig = CONFIG,
-    layout: Layout = LAYOUT, previous: Version | None = None, saved: int = 0,
-) -> Path:  # fmt: skip
+    root: Path,
+    stage: int,
+    num_commits: int,
+    *,
+    value: float = 0.0,
+    lineage: str = "a",
+    config: RunConfig = CONFIG,
+    layout: Layout = LAYOUT,
+    previous: Version | None = None,
+    saved: int = 0,
+) -> Path:
     version = version_of(num_commits, value=value, lineage=lineage, layout=layout, saved=saved)
     optimizer = OptimizerState({"first": version.masters * 0.5, "second": version.masters * 0.25}, num_commits)
     state = StageState(version, optimizer, previous)
@@ -133,8 +137,9 @@ def test_a_state_in_8_bits_is_restored_to_the_bit(tmp_path: Path) -> None:
     named = layout.named(first)
     assert float((numbers["first/weight"] - named["weight"]).norm() / named["weight"].norm()) < 0.02
     with pytest.raises(StorageError, match="does not fit"):
-        found.state(moments_of(Layout.of(torch.nn.Linear(99, 7)), in_8_bits=True), record=found.record, dtype=torch.float32,
-                    device="cpu")
+        found.state(
+            moments_of(Layout.of(torch.nn.Linear(99, 7)), in_8_bits=True), record=found.record, dtype=torch.float32, device="cpu"
+        )
 
 
 @pytest.mark.parametrize("other", [torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 4), torch.nn.Conv1d(3, 2, 1)])
@@ -296,9 +301,7 @@ def test_a_disk_that_fills_up_halfway_leaves_the_old_checkpoint(
     assert files(tmp_path) == before
 
 
-def test_a_refused_rename_leaves_the_old_checkpoint_of_the_same_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_rename_leaves_the_old_checkpoint_of_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 0, 20)
     before = files(tmp_path)
 
@@ -478,10 +481,13 @@ def test_a_pipe_in_the_place_of_a_file_is_damage_and_not_waited_for(tmp_path: Pa
         scan([tmp_path])[0].check()
 
 
-@pytest.mark.parametrize(("how", "said"), [
-    ("a link to itself", "Too many levels of symbolic links"),
-    pytest.param("not readable", "Permission denied", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("a link to itself", "Too many levels of symbolic links"),
+        pytest.param("not readable", "Permission denied", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root reads all")),
+    ],
+)
 def test_a_file_that_the_system_does_not_open_is_told_in_its_words(tmp_path: Path, how: str, said: str) -> None:
     """Not as safetensors has it, which calls every such file missing."""
     path = write(tmp_path, 0, 20) / "parameters.safetensors"
@@ -593,15 +599,17 @@ def rewrite(path: Path, meta: dict[str, object]) -> None:
 
 
 WRONG_VALUES = {
-    "record": ["nonsense", 3, [], None], "previous": ["nonsense", 3, []], "stage": ["nonsense", [], None],
-    "num_updates": ["nonsense", [], None], "blake3": ["nonsense", 3, None], "config": [3, [], None],
-}  # fmt: skip
+    "record": ["nonsense", 3, [], None],
+    "previous": ["nonsense", 3, []],
+    "stage": ["nonsense", [], None],
+    "num_updates": ["nonsense", [], None],
+    "blake3": ["nonsense", 3, None],
+    "config": [3, [], None],
+}
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG_VALUES.items() for value in values])
-def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(
-    tmp_path: Path, field: str, value: object
-) -> None:
+def test_a_wrong_field_of_a_description_is_a_storage_error_that_names_the_file(tmp_path: Path, field: str, value: object) -> None:
     path = write(tmp_path, 0, 20) / "checkpoint.json"
     rewrite(path, {**json.loads(path.read_text()), field: value})
     with pytest.raises(StorageError) as raised:

@@ -364,17 +364,17 @@ def test_an_input_that_is_not_used_gets_a_zero_gradient() -> None:
 @pytest.mark.parametrize(
     ("precision", "dtype", "masters"),
     [
-        ("fp64", torch.float64, torch.float64), ("fp32", torch.float32, torch.float32),
-        ("bf16", torch.bfloat16, torch.float32), ("fp16", torch.float16, torch.float32),
+        ("fp64", torch.float64, torch.float64),
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
     ],
-)  # fmt: skip
+)
 def test_precision_is_that_of_the_compute_copy(precision: str, dtype: torch.dtype, masters: torch.dtype) -> None:
     compute = StageCompute(Factory(), 0, precision=precision, seed=0)
     assert (compute.dtype, compute.master_dtype, compute.initial_masters().dtype) == (dtype, masters, masters)
     version = version_of(compute)
-    gradients = compute.backward(
-        compute.forward(version, TICKET, inputs_of(0), None, keep_graph=False), output_gradients_of(0)
-    )
+    gradients = compute.backward(compute.forward(version, TICKET, inputs_of(0), None, keep_graph=False), output_gradients_of(0))
     assert {g.dtype for g in gradients.parameters if g is not None} == {dtype}
 
 

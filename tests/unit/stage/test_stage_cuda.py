@@ -150,9 +150,7 @@ def test_one_bad_element_anywhere_is_seen(device: str, bad: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shapes", [[(16, 1024), (4096,), (32, 3)], [(1237, 5), (3,), (1,)]], ids=["aligned", "odd"])
-def test_a_survey_tells_the_norm_of_all_gradients(
-    device: str, dtype: torch.dtype, shapes: list[tuple[int, ...]]
-) -> None:
+def test_a_survey_tells_the_norm_of_all_gradients(device: str, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> None:
     gradients = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     gradients[0] = gradients[0].t().contiguous().t()  # not contiguous
     expected = float(torch.cat([gradient.double().flatten() for gradient in gradients]).norm())

@@ -291,8 +291,12 @@ def test_inline_jobs_take_their_modelled_time_one_after_the_other() -> None:
         )
         assert ended == [("c", 0.5), ("b", 2.5), ("f1", 3.5), ("f2", 4.5), ("e", 8.5)]
         assert [(o.value, o.queue_s, o.run_s) for o in outcomes] == [
-            ("f1", 2.5, 1.0), ("e", 4.5, 4.0), ("f2", 3.5, 1.0), ("b", 0.5, 2.0), ("c", 0.0, 0.5),
-        ]  # fmt: skip
+            ("f1", 2.5, 1.0),
+            ("e", 4.5, 4.0),
+            ("f2", 3.5, 1.0),
+            ("b", 0.5, 2.0),
+            ("c", 0.0, 0.5),
+        ]
 
     run_virtual(main())
 

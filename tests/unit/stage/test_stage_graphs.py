@@ -44,15 +44,20 @@ def _pays_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(**changes: object) -> RunConfig:
-    return RunConfig.model_validate({
-        "model": "llama-tiny", "num_stages": NUM_STAGES, "precision": "fp64", "sequence_length": T, "micro_batch_size": SAMPLES,
-        "target_batch_size": 4 * SAMPLES, **changes,
-    })  # fmt: skip
+    return RunConfig.model_validate(
+        {
+            "model": "llama-tiny",
+            "num_stages": NUM_STAGES,
+            "precision": "fp64",
+            "sequence_length": T,
+            "micro_batch_size": SAMPLES,
+            "target_batch_size": 4 * SAMPLES,
+            **changes,
+        }
+    )
 
 
-def stage_of(
-    stage: int, *, budget: MemoryBudget | None, **changes: object
-) -> tuple[StageCompute, list[Version]]:
+def stage_of(stage: int, *, budget: MemoryBudget | None, **changes: object) -> tuple[StageCompute, list[Version]]:
     """A stage on the GPU with two versions; with a budget it has tried graphs."""
     config = config_of(**changes)
     factory = factory_of(config)

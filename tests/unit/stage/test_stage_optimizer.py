@@ -62,9 +62,7 @@ def test_equals_torch_adamw(dtype: torch.dtype, tolerance: float, weight_decay: 
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_what_an_older_version_holds_is_not_modified(in_8_bits: bool) -> None:
     moments = Moments(layout_of(257), dtype=torch.float32, device="cpu", in_8_bits=in_8_bits)
-    masters, state = adamw(
-        CONFIG, moments, start(torch.float32), gradients(torch.float32)[0], moments.zero(), learning_rate=0.1
-    )
+    masters, state = adamw(CONFIG, moments, start(torch.float32), gradients(torch.float32)[0], moments.zero(), learning_rate=0.1)
     held = [masters, *state.tensors.values()]
     before = [t.clone() for t in held]
     new, new_state = adamw(CONFIG, moments, masters, gradients(torch.float32)[1], state, learning_rate=0.1)

@@ -9,9 +9,10 @@ import pytest
 from swarm.stage.replay import Parting, agree, first_parting
 
 NORMS = [
-    {"output": 3.0, "parameters": 5.0}, {"output": 4.0, "parameters": 6.0, "gradient": 0.5},
+    {"output": 3.0, "parameters": 5.0},
+    {"output": 4.0, "parameters": 6.0, "gradient": 0.5},
     {"parameters": 7.0, "gradient": 0.25},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ NORMS = [
         ([(1, "gradient"), (0, "parameters")], Parting(1, "gradient")),
         ([(0, "parameters")], Parting(0, "parameters")),
     ],
-)  # fmt: skip
+)
 def test_the_first_that_differs_is_found(changes: list[tuple[int, str]], found: Parting | None) -> None:
     here = copy.deepcopy(NORMS)
     for stage, name in changes:

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.base.errors import RemoteError, RemoteProtocolError
-from swarm.wire.compression import (
-    AVERAGE_CODECS,
-    CODECS,
-    NonFinite,
-    all_finite,
-    decode_tensor,
-    encode_tensor,
-    require_finite,
-)
+from swarm.wire.compression import AVERAGE_CODECS, CODECS, NonFinite, all_finite, decode_tensor, encode_tensor, require_finite
 from swarm.wire.messages import BLOCK_SIZE, DTYPE_BYTES, SUB_BLOCK_SIZE, TensorSpec
 
 CODEC_OF_8BIT_AVERAGES = AVERAGE_CODECS["8bit"]
@@ -27,9 +19,10 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 #: Elements that share a step, and half of it at its coarsest, relative to their largest magnitude.
 BLOCK_ERRORS = {
-    "scaled8": (SUB_BLOCK_SIZE, 0.5001 / 127 * 17 / 16), "int8": (BLOCK_SIZE, 0.5001 / 127),
+    "scaled8": (SUB_BLOCK_SIZE, 0.5001 / 127 * 17 / 16),
+    "int8": (BLOCK_SIZE, 0.5001 / 127),
     "scaled16": (BLOCK_SIZE, 2.0**-12),
-}  # fmt: skip
+}
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -96,17 +89,15 @@ def test_every_codec_keeps_dtype_shape_and_error_bound(codec: str, dtype: torch.
 def test_decoding_into_a_tensor_fills_it_with_the_same_bits(codec: str, dtype: torch.dtype, step: int) -> None:
     spec, payload = encode_tensor("x", make((BLOCK_SIZE + 3,), dtype), codec, "state")
     around = torch.full((step * (BLOCK_SIZE + 5),), 7.0, dtype=dtype)
-    out = around[step : -step : step]
+    out = around[step:-step:step]
     assert decode_tensor(spec, payload, out=out) is out
     assert torch.equal(out, decode_tensor(spec, payload))
     assert [around[0], around[-1]] == [7.0, 7.0]
 
 
 @pytest.mark.parametrize(
-    ("codec", "bound"), [
-        ("rotated8", 0.0064), ("scaled8", 0.0064), ("int8", 0.0095), ("uniform8", 0.018), ("scaled16", 0.0003),
-        ("bf16", 0.0018),
-    ],
+    ("codec", "bound"),
+    [("rotated8", 0.0064), ("scaled8", 0.0064), ("int8", 0.0095), ("uniform8", 0.018), ("scaled16", 0.0003), ("bf16", 0.0018)],
 )
 def test_relative_error_on_normal_values_is_what_the_protocol_page_says(codec: str, bound: float) -> None:
     tensor = make((64, 1024), torch.float32)
@@ -172,9 +163,10 @@ def test_the_8_bit_codes_equal_their_slow_twin(num_elements: int, seed: int, rot
     assert torch.equal(round_trip(tensor, "rotated8" if rotate else "scaled8"), torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize(("codec", "payload"), [
-    ("rotated8", "297b7b29" * 16 + "850000 0048 4839"), ("scaled8", "780000c4" + "00" * 60 + "850000 00a0 083c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "payload"),
+    [("rotated8", "297b7b29" * 16 + "850000 0048 4839"), ("scaled8", "780000c4" + "00" * 60 + "850000 00a0 083c")],
+)
 def test_the_bytes_of_the_8_bit_codes_stay_what_they_are(codec: str, payload: str) -> None:
     tensor = torch.zeros(SUB_BLOCK_SIZE + 3)
     tensor[0], tensor[3], tensor[SUB_BLOCK_SIZE] = 1.0, -0.5, -1e-3

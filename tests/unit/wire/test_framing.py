@@ -42,7 +42,7 @@ def frames(draw: st.DrawFn) -> Frame:
     message = draw(
         st.one_of(
             st.just(StateChunk(tensors=tensors)),
-            st.builds(Refusal, tensors=st.just(tensors), code=st.just("busy"), reason=st.text("a\n\"é", max_size=9)),
+            st.builds(Refusal, tensors=st.just(tensors), code=st.just("busy"), reason=st.text('a\n"é', max_size=9)),
             st.builds(Heartbeat, tensors=st.just(tensors), counter=st.integers(0, 2**70)),
         )
     )

@@ -27,12 +27,7 @@ OTHER_JSON = (
 )
 
 GENESIS = CommitRecord(
-    run=RUN,
-    step=-1,
-    version_id=HEAD,
-    ballot=Ballot(1, PEER),
-    members=((MEMBER,), (OTHER_MEMBER, MEMBER)),
-    learning_rate=0.003,
+    run=RUN, step=-1, version_id=HEAD, ballot=Ballot(1, PEER), members=((MEMBER,), (OTHER_MEMBER, MEMBER)), learning_rate=0.003
 )
 TRAIN = Train(
     tensors=(

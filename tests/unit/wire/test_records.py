@@ -31,8 +31,17 @@ KEY = "5" * 64 + "/stage/1"
 
 def record(**changes: object) -> PeerRecord:
     fields: dict[str, object] = {
-        "peer": PEER, "incarnation": "00000000000000ab", "role": "stage", "host": "10.0.0.7", "port": 4000,
-        "ttl_s": 10.0, "sequence": 12, "stage": 1, "step": 5, "state": "serving", "ballot": 3,
+        "peer": PEER,
+        "incarnation": "00000000000000ab",
+        "role": "stage",
+        "host": "10.0.0.7",
+        "port": 4000,
+        "ttl_s": 10.0,
+        "sequence": 12,
+        "stage": 1,
+        "step": 5,
+        "state": "serving",
+        "ballot": 3,
     }
     return PeerRecord(**{**fields, **changes})
 
@@ -93,11 +102,27 @@ def test_nobody_speaks_for_another_peer():
     assert refusal(KEY, resigned(json.dumps(record(peer="0" * 40).model_dump()).encode())) == "forged"
 
 
-@pytest.mark.parametrize("change", [
-    {"ttl_s": 0}, {"ttl_s": MAX_TTL_S + 1}, {"ttl_s": 1e999}, {"port": 0}, {"port": 65536}, {"sequence": -1},
-    {"sequence": 2**63}, {"stage": 1024}, {"step": -2}, {"ballot": -1}, {"role": "king"}, {"host": ""},
-    {"host": "h" * 256}, {"peer": "A" * 40}, {"incarnation": "0"}, {"state": "s" * 33},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ttl_s": 0},
+        {"ttl_s": MAX_TTL_S + 1},
+        {"ttl_s": 1e999},
+        {"port": 0},
+        {"port": 65536},
+        {"sequence": -1},
+        {"sequence": 2**63},
+        {"stage": 1024},
+        {"step": -2},
+        {"ballot": -1},
+        {"role": "king"},
+        {"host": ""},
+        {"host": "h" * 256},
+        {"peer": "A" * 40},
+        {"incarnation": "0"},
+        {"state": "s" * 33},
+    ],
+)
 def test_values_out_of_range_are_malformed(change):
     payload = json.dumps({**record().model_dump(), **change}).encode()
     assert refusal(KEY, resigned(payload)) == "malformed"

@@ -37,9 +37,8 @@ def test_a_parameter_takes_the_bits_that_the_paper_says() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    num_elements=st.integers(1, 700), part=st.floats(0.0, 1.0), seed=st.integers(0, 99),
-    scale=st.sampled_from([1.0, 1e-9, 1e9]),
-)  # fmt: skip
+    num_elements=st.integers(1, 700), part=st.floats(0.0, 1.0), seed=st.integers(0, 99), scale=st.sampled_from([1.0, 1e-9, 1e9])
+)
 def test_the_code_equals_its_slow_twin(num_elements: int, part: float, seed: int, scale: float) -> None:
     """The largest elements, bucket by bucket in plain Python."""
     values = torch.randn(num_elements, generator=torch.Generator().manual_seed(seed)) * scale

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+#: The repository: where scripts are started, and where they start their own processes.
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def machine() -> dict[str, Any]:
@@ -43,7 +45,8 @@ def command() -> str:
     for i, before in enumerate(words[:-1]):
         if before == "--hivemind-python":  # where that lies is this machine's affair
             words[i + 1] = "PYTHON_WITH_HIVEMIND"
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    name = ".".join(Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("").parts)
+    return shlex.join(["python", "-m", name, *words])
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -239,8 +239,8 @@ def _with_those_parameters(found: list[RecordedTicket], checkpoints: Checkpoints
     if not fitting:
         step, base = found[-1].step, checkpoints[0].record.step + 1
         raise ConfigError(
-            f"step {step} began at head {found[-1].version_id[:12]}, the checkpoint of step {base} is of head {version_id[:12]}: the run was "
-            "set back since"
+            f"step {step} began at version {found[-1].version_id[:12]}, the checkpoint of step {base} is of version "
+            f"{version_id[:12]}: the run was set back since"
         )
     return fitting[-1]
 

@@ -21,15 +21,21 @@ TORCH_FREE_PEER_MODULES = (
     "announcing",
     "backbone",
     "context",
-    "coordinator",
+    "coordinator.coordinator",
+    "coordinator.election",
     "hop",
     "joining",
     "link",
     "run_info",
-    "seat",
-    "trainer",
-    "wiring",
+    "trainer.trainer",
+    "trainer.wiring",
 )
+#: Sides of `swarm/peer` that do not know one another: side -> the sides that it may import. What stands beside these
+#: folders is shared by all, and imports none of them; but a backbone is put together there.
+PEER_SIDES: dict[str, set[str]] = {"stage": set(), "coordinator": set(), "trainer": {"coordinator"}}
+PEER_ROOTS = {"backbone"}
+#: Folders of `launch`: folder -> those that it may import. The commands beside them import all.
+LAUNCH_ROOMS: dict[str, set[str]] = {"processes": set(), "run": {"processes"}, "local_swarm": {"processes", "run"}}
 #: Nothing that came over a wire may be unpickled or evaluated (promise 7).
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
@@ -37,7 +43,9 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"
 
 
 def product_files(*packages: str) -> list[Path]:
-    return sorted(path for package in packages or PRODUCT for path in (ROOT / package).rglob("*.py"))
+    """Every module of the product, or of some of its folders. What serves tests alone (`swarm/testing`) is none of it."""
+    paths = (path for package in packages or PRODUCT for path in (ROOT / package).rglob("*.py"))
+    return sorted(path for path in paths if not path.is_relative_to(ROOT / "swarm" / "testing"))
 
 
 def relative(path: Path) -> str:
@@ -80,6 +88,22 @@ def upward_imports(tree: ast.AST, name: str) -> list[str]:
     return wrong
 
 
+def sideways_imports(tree: ast.AST, name: str, package: str, rooms: dict[str, set[str]], roots: set[str]) -> list[str]:
+    """What a module of `package` imports from a folder of it that its own folder may not know."""
+    inside = name.removeprefix(f"{package}.").split(".")
+    if len(inside) == 1 and (package == "launch" or inside[0] in roots):
+        return []
+    own = inside[0] if len(inside) > 1 else ""
+    allowed = {own, *rooms.get(own, set())}
+    return [
+        f"{name}:{line} imports {module}"
+        for line, module in imported(tree, name)
+        if module.startswith(f"{package}.")
+        and (room := module.split(".")[package.count(".") + 1]) in rooms
+        and room not in allowed
+    ]
+
+
 def reads_environment(tree: ast.AST) -> list[int]:
     wrong = []
     for node in ast.walk(tree):
@@ -105,7 +129,7 @@ def dotted_name(path: Path) -> str:
 def test_every_layer_is_known() -> None:
     """A package that nobody put into the order would escape the checks below."""
     found = {path.name for path in (ROOT / "swarm").iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert found == set(LAYERS)
+    assert found == {*LAYERS, "testing"}, "what serves tests imports what it likes, and nothing imports it"
     assert [p.name for p in (ROOT / "swarm").glob("*.py")] == ["__init__.py"]
 
 
@@ -138,6 +162,27 @@ def test_the_check_sees_a_planted_import(name: str, source: str, is_wrong: bool)
     assert bool(upward_imports(ast.parse(source), name)) is is_wrong
 
 
+@pytest.mark.parametrize(("package", "rooms", "roots"), [("swarm.peer", PEER_SIDES, PEER_ROOTS), ("launch", LAUNCH_ROOMS, set())])
+def test_folders_keep_to_themselves(package: str, rooms: dict[str, set[str]], roots: set[str]) -> None:
+    """Who serves a stage, who coordinates and who trains meet in messages only; processes know no run."""
+    files = product_files(package.replace(".", "/"))
+    wrong = [line for path in files for line in sideways_imports(parse(path), dotted_name(path), package, rooms, roots)]
+    assert not wrong, "\n".join(wrong)
+    planted = ast.parse("from swarm.peer.trainer.trainer import Trainer")
+    assert sideways_imports(planted, "swarm.peer.stage.x", "swarm.peer", PEER_SIDES, PEER_ROOTS)
+    assert sideways_imports(planted, "swarm.peer.link", "swarm.peer", PEER_SIDES, PEER_ROOTS)
+
+
+def test_nothing_imports_what_serves_tests() -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in product_files()
+        for line, module in imported(parse(path), dotted_name(path))
+        if module.startswith("swarm.testing")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_only_net_knows_aiohttp_and_kademlia() -> None:
     wrong = [
         f"{relative(path)}:{line} imports {module}"
@@ -151,7 +196,8 @@ def test_only_net_knows_aiohttp_and_kademlia() -> None:
 
 def test_torch_is_imported_only_where_tensors_are() -> None:
     files = [path for layer in TORCH_FREE_LAYERS for path in product_files(f"swarm/{layer}")]
-    files += [ROOT / "swarm" / "peer" / f"{name}.py" for name in (*TORCH_FREE_PEER_MODULES, "membership")]
+    names = (*TORCH_FREE_PEER_MODULES, "stage.membership")
+    files += [ROOT / "swarm" / "peer" / f"{name.replace('.', '/')}.py" for name in names]
     wrong = [
         f"{relative(path)}:{line} imports {module}"
         for path in files

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from swarm.testing.shaped_namespaces import Place
 from swarm.wire import messages as m
 from swarm.wire.compression import decode_tensor
 
-HERE = Path(__file__).parent
 #: Elements of the average that are compared with the sum of the contributions.
 CHECKED = 2**20
 #: Rounds that do not count: memory is fresh in the first two, and the number of chunks follows from a round before.
@@ -100,7 +98,7 @@ async def swarm_of(
     try:
         for index in range(num_peers):
             options = {"index": index, "peers": num_peers, "elements": num_elements, "config": fields, "host": places[index].host}
-            command = [*places[index].prefix, sys.executable, str(HERE / "allreduce_peer.py"), json.dumps(options)]
+            command = [*places[index].prefix, sys.executable, "-m", "benchmarks.averages.allreduce_peer", json.dumps(options)]
             processes.append(started(command, environment))
         members = [m.Member(**json.loads(process.stdout.readline())) for process in processes]  # type: ignore[union-attr]
         yield Swarm(link, config, members, processes)
@@ -150,7 +148,7 @@ def hivemind(python: str, num_peers: int, num_elements: int, compression: str, r
     }
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [python, "-W", "ignore", str(HERE / "allreduce_hivemind.py"), json.dumps(options)],
+        [python, "-W", "ignore", "-m", "benchmarks.averages.allreduce_hivemind", json.dumps(options)],
         capture_output=True,
         text=True,
         env=environment,

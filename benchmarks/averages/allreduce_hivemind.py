@@ -118,7 +118,7 @@ class Peers:
             own = {**options, "index": index, "initial": initial}
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-W", "ignore", __file__, json.dumps(own)],
+                    [sys.executable, "-W", "ignore", "-m", __spec__.name, json.dumps(own)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,

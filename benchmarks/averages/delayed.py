@@ -24,11 +24,10 @@ from typing import Any
 
 from benchmarks.averages.big_stage import DATA, MODEL, WIDTH
 from benchmarks.network.hops import wait_for_lines
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 from swarm.base.config import RunConfig
 from swarm.testing.shaped_namespaces import DRIVER, Place, namespaces
 
-ROOT = Path(__file__).parent.parent
 FORWARD_PART = 1 / 3
 START_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 15.0

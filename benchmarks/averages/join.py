@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-
 from benchmarks.averages.big_stage import DATA, MODEL
 from benchmarks.report import machine, publish
 from launch.control import operate

@@ -1,8 +1,8 @@
 """Does the step protocol keep its promises under faults? Random fault schedules on the real peer code in virtual time.
 
-`--simulated N` runs N schedules of `swarm/testing/simulation/schedules.py`, each with at least 3 stages x 2 peers, 2 trainers, 4 steps of
-8 tickets and 5 faults, and compares each with one plain process: every ticket exactly once per stage, replicas
-bit-identical, losses and the whole parameter vector equal in fp64 to 1e-8, and the invariants of
+`--simulated N` runs N schedules of `swarm/testing/simulation/schedules.py`, each with at least 3 stages x 2 peers, 2
+trainers, 4 steps of 8 tickets and 5 faults, and compares each with one plain process: every ticket exactly once per
+stage, replicas bit-identical, losses and the whole parameter vector equal in fp64 to 1e-8, and the invariants of
 `swarm/testing/simulation/invariants.py` after every turn of the event loop. A violation prints the schedule that replays it.
 
 `--real --minutes M` runs real processes and breaks them for M minutes: see `chaos_real.py`.

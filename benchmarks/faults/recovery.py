@@ -26,11 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-
 import torch
 
-from benchmarks.averages.allreduce import HERE
 from benchmarks.averages.big_stage import DATA, MODEL, WIDTH, BigFactory
 from benchmarks.faults.recovery_peer import BEFORE, LEADER, MEMBER, PHASES, Death
 from benchmarks.report import machine, publish
@@ -185,7 +182,7 @@ def hivemind(options: argparse.Namespace) -> list[dict[str, Any]]:
         "deadline_s": options.deadline,
     }
     done = subprocess.run(
-        [options.hivemind_python, "-W", "ignore", str(HERE / "allreduce_hivemind.py"), json.dumps(given)],
+        [options.hivemind_python, "-W", "ignore", "-m", "benchmarks.averages.allreduce_hivemind", json.dumps(given)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-
 import torch
 
 from benchmarks.plain_loop import adamw, one_step

@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,8 +114,7 @@ def bound(rates: dict[str, float], kind: str, in_flight: int) -> float:
 
 def hivemind(python: str, sizes: list[int], seconds: float) -> dict[str, Any]:
     """Its p50 and its rows: as many as it measures in `HIVEMIND_S`."""
-    script = str(Path(__file__).with_name("dataplane_hivemind.py"))
-    command = [python, "-W", "ignore", script, json.dumps([sizes, IN_FLIGHT, seconds])]
+    command = [python, "-W", "ignore", "-m", "benchmarks.network.dataplane_hivemind", json.dumps([sizes, IN_FLIGHT, seconds])]
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             command, stdout=output, stderr=subprocess.DEVNULL, process_group=0, env={**os.environ, "OMP_NUM_THREADS": "1"}

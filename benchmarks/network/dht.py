@@ -33,7 +33,7 @@ def measure_hivemind(python: str | None, num_nodes: int) -> dict[str, Any] | Non
     if python is None:
         return None
     done = subprocess.run(
-        [python, "-W", "ignore", str(Path(__file__).with_name("dht_hivemind.py")), str(num_nodes), "150"],
+        [python, "-W", "ignore", "-m", "benchmarks.network.dht_hivemind", str(num_nodes), "150"],
         capture_output=True,
         text=True,
         timeout=120,

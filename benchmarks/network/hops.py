@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s, cpu_of_tree
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 from benchmarks.timed_model import DATA, MODEL, WIDTH
 from swarm.base.config import RunConfig
 
@@ -98,7 +98,7 @@ def measure(stages: int, peers: int, mode: str, options: argparse.Namespace) -> 
             str(metrics),
         ]
         with (directory / "output").open("wb") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=output, cwd=Path(__file__).parent.parent)
+            process = subprocess.Popen(words, stdout=output, stderr=output, cwd=ROOT)
             try:
                 wait_for_lines(process, metrics, 1, START_TIMEOUT_S, directory)
                 cpu, others, began = cpu_of_tree(process.pid), busy_machine_s(), time.monotonic()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE, WIDTH
 from launch.arguments import LaunchParser, add_data_options, add_logging_options, add_network_options, add_run_options
 from launch.processes.runner import main_of, run_peer
@@ -40,7 +40,6 @@ from swarm.net.http.transport import HttpTransport
 from swarm.peer.trainer.trainer import Trainer
 from swarm.policy.routing import Key, StageRouter
 
-ROOT = Path(__file__).parent.parent
 SPEEDS = (1.0, 0.5, 0.25, 0.125)
 START_S = 120.0
 POLL_S = 0.1

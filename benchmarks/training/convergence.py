@@ -18,7 +18,8 @@ the same name have finished.
 
 8-bit activations against none, 300 steps of 10 million parameters, with results of their own:
 
-    python -m benchmarks.training.convergence --size 10m --tokens 614400 --batch 16 --variants single sync 8bit --name convergence_10m
+    python -m benchmarks.training.convergence --size 10m --tokens 614400 --batch 16 \
+        --variants single sync 8bit --name convergence_10m
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, load, machine, publish, redraw
+from benchmarks.report import RESULTS, ROOT, load, machine, publish, redraw
 from benchmarks.training.corpus import write_parts
 from launch.run.models import described, fields_of
 from launch.status import ask
@@ -48,7 +49,6 @@ from swarm.base.ids import Address, parse_address
 from swarm.feed.feed import open_feed
 from swarm.net.http.transport import HttpTransport
 
-ROOT = Path(__file__).parent.parent
 NUM_STAGES = 2
 TITLE = "Validation loss and bytes"
 ASK_EVERY_S = 1.0

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 
-ROOT = Path(__file__).parents[1]
 NUM_STAGES = 4
 ALLOWED = 1.15
 SHAPES: dict[str, dict[str, Any]] = {

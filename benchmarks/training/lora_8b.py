@@ -33,13 +33,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 from launch.status import ask_all
 from models.files.byte_tokenizer import write_byte_tokenizer
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Address
 
-ROOT = Path(__file__).parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
         "hidden_size": 4096,

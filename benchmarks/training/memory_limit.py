@@ -20,9 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 
-ROOT = Path(__file__).parents[1]
 MODEL = {
     "model_type": "llama",
     "hidden_size": 768,

@@ -81,7 +81,7 @@ class RecordedTicket(m.Piece):
     step: m.StepField
     index: m.IndexField
     run: m.RunIdField
-    version_id: m.DigestField
+    version_id: m.DigestField = Field(alias="head")
     loss_sum: float
     tokens: Annotated[int, Field(ge=0, lt=2**53)]
     stages: tuple[_Stage, ...]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def environment() -> dict[str, str]:
     """For a subprocess that imports this checkout and the stand-ins."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "integration")])}
 
 
 def pids_of(text: str) -> list[int]:

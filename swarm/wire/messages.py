@@ -816,7 +816,10 @@ class Lease(Message):
 
 
 class Evaluated(Message):
-    """A trainer tells members the mean loss on the held-out samples at `version_id`: the best checkpoint stays. Answered by `Ack`."""
+    """A trainer tells members the mean loss on the held-out samples at `version_id`: the best checkpoint stays.
+
+    Answered by `Ack`.
+    """
 
     kind: Literal["evaluated"] = "evaluated"
     run: RunIdField

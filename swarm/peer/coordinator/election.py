@@ -161,7 +161,9 @@ class Election:
         await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
     async def _find(self, *, above: Ballot | None = None) -> bool:
-        """Is there a live coordinator, or one who waits in the coordinator's place? The last known is asked first, then those in the DHT.
+        """Is there a live coordinator, or a candidate that waits for a stage?
+
+        The last known one is asked first, then those in the DHT.
 
         With `above` only one of a higher ballot counts.
         """
@@ -185,7 +187,7 @@ class Election:
         return False
 
     async def _is_better_placed(self) -> bool:
-        """Another candidate waits in the coordinator's place for a stage, and this one has seen all stages for some time: it may be cut off."""
+        """Another candidate waits for a stage, and this one has seen all stages for some time: the other may be cut off."""
         if self.heard is None or self.heard.state != STATE:
             self._better, self._stand_at = 0, 0.0  # somebody leads: what kept this peer from it is over
             self._pause.forget()
@@ -195,7 +197,7 @@ class Election:
         return self._better > 3
 
     async def _keep_vigil(self, ballot: Ballot, missing: list[int]) -> bool:
-        """Wait in the coordinator's place until `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
+        """Wait until the `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
         loop = asyncio.get_running_loop()
         self._warn(f"not elected: the run waits for {in_words(missing)}")
         self._back_off(str(missing))

@@ -1,7 +1,7 @@
 """What a candidate does that everybody accepts who is there, while a stage has nobody: it waits in the coordinator's place.
 
-It holds no leadership, leases nothing and decides nothing; whoever asks learns which stages are waited for, and other candidates find
-it and do not out-bid it. It stands again once a member of those stages answers. Must not know what an election asks.
+It holds no leadership, leases nothing and decides nothing. Whoever asks learns which stages are waited for. Other candidates
+find it and do not out-bid it. It stands again once a member of those stages answers. Must not know what an election asks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A trainer: leases tickets, sends each micro-batch on its way, reports it done, and tells what each record says.
 
 One process keeps all stages busy: micro-batches are in flight at once, as many as `policy/in_flight.py` allows. Needs no
-torch. Owns the leases; what becomes of one ticket is in `peer/trainer/retries.py`, the way of one micro-batch in `peer/trainer/route_trips.py`, evaluation
-in `peer/trainer/evaluation.py`. Decides nothing about steps.
+torch. Owns the leases; what becomes of one ticket is in `retries.py`, the way of one micro-batch in `route_trips.py`, and
+evaluation in `evaluation.py`, all beside this file. Decides nothing about steps.
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
         version = make_version(record, layout, masters, PRECISION_DTYPES[new.precision])
         previous = None
         if new.delay_steps:  # the next step's tickets use the version before: here the same parameters under its name
-            before = record.model_copy(update={"step": record.step - 1, "head": record.previous_version_id, "previous_head": ""})
+            before = record.model_copy(
+                update={"step": record.step - 1, "version_id": record.previous_version_id, "previous_version_id": ""}
+            )
             previous = make_version(before, layout, masters, PRECISION_DTYPES[new.precision])
         state = StageState(version, optimizer, previous)
         write_checkpoint(out / f"stage-{stage}-0", stage, state, kept, new, config_bytes=new.to_bytes())

@@ -527,7 +527,7 @@ def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_
     run_virtual(main())
 
 
-@pytest.mark.parametrize("lie", [{"members": ()}, {"step": 10**6}, {"head": "f" * 64}, {"run": "0" * 64}])
+@pytest.mark.parametrize("lie", [{"members": ()}, {"step": 10**6}, {"version_id": "f" * 64}, {"run": "0" * 64}])
 def test_a_record_that_nobody_can_have_written_is_obeyed_by_nobody(tmp_path, lie):
     config = small_config(total_steps=4, checkpoint_every=2)
 
@@ -573,7 +573,7 @@ def test_a_checkpoint_record_that_makes_no_sense_tells_nothing(tmp_path, caplog)
         await simulation.close()
 
     run_virtual(main())
-    told = [text for record in caplog.records if "checkpoint record.json does not tell" in (text := record.getMessage())]
+    told = [text for record in caplog.records if "milestone.json does not tell" in (text := record.getMessage())]
     assert len(told) == len(contents)
     for line in told:
         assert re.search(r"how far the run had come \(.*\): put an intact copy in its place, or delete it$", line), line

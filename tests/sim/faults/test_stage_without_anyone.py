@@ -1,4 +1,4 @@
-"""A stage has nobody: one candidate waits in the coordinator's place, all others learn what for, nobody is loud, and the run goes on then."""
+"""A stage has nobody: one candidate waits, all others learn what for, nobody is loud, and then the run goes on."""
 
 from __future__ import annotations
 

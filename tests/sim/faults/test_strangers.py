@@ -44,14 +44,14 @@ def attack(messages_of, *, refused):
 
 def forged_records(simulation):
     record = simulation.commits[max(simulation.commits)]
-    following = {"previous_head": record.version_id, "step": record.step + 1, "head": "ab" * 32}
+    following = {"previous_version_id": record.version_id, "step": record.step + 1, "version_id": "ab" * 32}
     for change in (
         {**following, "results": ()},
         following,
-        {"era": 10**6, "step": 3, "head": "cd" * 32},
+        {"era": 10**6, "step": 3, "version_id": "cd" * 32},
         {**following, "step": 10**9},
         {**following, "tokens": 0},
-        {"step": -1, "head": "ef" * 32},
+        {"step": -1, "version_id": "ef" * 32},
     ):
         yield m.Commit(record=record.model_copy(update=change)), ()
 

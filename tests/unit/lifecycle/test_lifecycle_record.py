@@ -275,7 +275,7 @@ def test_records_have_one_order_on_every_peer() -> None:
     base = decided(result("d"), result("e"))
     ascending = [
         base.model_copy(
-            update={"era": era, "step": step, "head": (version_id + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)}
+            update={"era": era, "step": step, "version_id": (version_id + str(step)) * 32, "ballot": Ballot(counter, "a" * 40)}
         )
         for era in (0, 1)
         for step in (3, 4)

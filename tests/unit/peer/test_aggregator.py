@@ -72,7 +72,7 @@ class World:
 
     def fields(self, n: int, **changes: Any) -> dict[str, Any]:
         attempt = m.Attempt(ballot=Ballot(1, "0" * 40), n=n)
-        return {"run": self.link.context.run, "stage": 0, "step": 0, "term": attempt, **changes}
+        return {"run": self.link.context.run, "stage": 0, "step": 0, "attempt": attempt, **changes}
 
     async def assist(self, n: int, code: Code, num_elements: int, **changes: Any) -> m.Assisting:
         changes = {"vector": code.spec(num_elements, torch.float32), "num_members": NUM_MEMBERS, **changes}
@@ -174,7 +174,7 @@ def test_it_helps_only_with_what_it_was_asked_for() -> None:
         assert (await refusal(world.reduce(1, [0, 0, 0, 4])))[0] == "wrong_state"
         assert (await refusal(world.slice(1, 0, 0, RAW, one)))[0] == "wrong_state"
         await world.assist(1, RAW, 4)
-        for changes in ({"step": 1}, {"stage": 1}, {"term": m.Attempt()}):
+        for changes in ({"step": 1}, {"stage": 1}, {"attempt": m.Attempt()}):
             assert (await refusal(world.slice(1, 0, 0, RAW, one, **changes)))[0] == "wrong_state"
         assert (await refusal(world.slice(1, 0, 0, RAW, one)))[1] == "this peer was not told to start"
 

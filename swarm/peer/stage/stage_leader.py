@@ -130,8 +130,8 @@ class StageLeader:
         if known is not None and message.attempt.order < known.attempt.order:
             raise Refuse("wrong_state", f"attempt {known.attempt.order} has begun")
         excluded = {x.key: x for x in message.excluded}
-        if known is not None:
-            excluded |= known.excluded  # excluded for the whole step
+        if known is not None and member.me.key not in known.excluded:
+            excluded |= known.excluded  # for the whole step, unless the coordinator has nobody left and tries everyone again
         book = ClaimBook(message.step, message.attempt, message.members)
         book.excluded |= excluded
         book.is_collected = False

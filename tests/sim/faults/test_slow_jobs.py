@@ -8,6 +8,7 @@ import pytest
 from test_faults import after_steps
 
 from swarm.base.errors import Stalled
+from swarm.testing.simulation.phases import coordinator_of, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
 from swarm.testing.virtual_time import run_virtual
@@ -119,6 +120,35 @@ def test_a_hang_is_found_as_fast_as_ever_where_jobs_are_short():
         check(simulation)
         slowest_s = max(report.seconds for report in simulation.nodes["trainer0"].reports)
         assert slowest_s < 1.7 * config.timing.stall_s, f"{slowest_s:.1f} s"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_stages_only_leader_that_was_seen_to_hang_leads_again_when_it_goes_on():
+    """It excluded itself for the step, as its compute thread hung; there is nobody else, so everyone is tried again."""
+    config = small_config(total_steps=4)
+
+    async def main():
+        simulation = Simulation(config, seed=44)
+        await simulation.start(peers_per_stage=1, trainers=1, backbones=2)
+        await after_steps(simulation, 1)
+        victim = simulation.nodes["stage1.0"]
+        excluded = []
+
+        def note(call):
+            if isinstance(call.reply, m.Gathered) and call.target == victim.address:
+                excluded.append(bool(call.reply.excluded))
+
+        simulation.after_reply.append(note)
+        simulation.hang(victim)
+        await asyncio.sleep(1.2 * config.timing.stall_s)
+        await simulation.kill(coordinator_of(simulation).name)  # the next one collects the ledgers at once
+        await until(lambda: any(excluded), "its leader excludes itself", within_s=60.0)
+        simulation.unhang(victim)
+        await simulation.finish(within_s=40.0)
+        check(simulation)
+        assert excluded[-1] is False
         await simulation.close()
 
     run_virtual(main())

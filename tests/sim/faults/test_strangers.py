@@ -206,7 +206,7 @@ def test_one_that_refuses_while_the_others_may_not_be_tried_ends_nothing():
     run_virtual(main())
 
 
-@pytest.mark.parametrize("count", [5000])
+@pytest.mark.parametrize("count", [2000])
 def test_a_flood_of_joiners_is_bounded(count):
 
     config = small_config(total_steps=4)

@@ -227,18 +227,18 @@ def test_rebalancing_that_finds_the_same_stage_best_reloads_nothing():
     run_checked(main())
 
 
-def test_nothing_moves_in_an_hour_when_nothing_is_gained():
+def test_nothing_moves_in_half_an_hour_when_nothing_is_gained():
     """Paces that vary by a fifth are measured, and decided upon every 300 s: 5 peers on 2 stages are as good as they get."""
 
     async def main():
         timing = Timing(heartbeat_s=10.0, stall_s=120.0, request_s=20.0, lease_s=120.0, coordinator_s=30.0, record_ttl_s=120.0)
-        settings = small_config(num_stages=2, total_steps=20, target_batch_size=64, timing=timing)
+        settings = small_config(num_stages=2, total_steps=10, target_batch_size=64, timing=timing)
         simulation = Simulation(settings, seed=49, forward_s=8.0)
         await start(simulation, [3, 2])
         began = asyncio.get_running_loop().time()
         await simulation.finish(within_s=20000.0)
         hours = (asyncio.get_running_loop().time() - began) / 3600
-        assert hours > 1.0, f"only {hours:.2f} h passed"
+        assert hours > 0.5, f"only {hours:.2f} h passed"
         assert not any(record.moves for record in simulation.commits.values())
         await simulation.close()
 

@@ -6,7 +6,7 @@ the member is excluded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,17 +27,25 @@ class Answer:
 class ClaimBook:
     """Who may accumulate, or has accumulated, each ticket of one step at one stage."""
 
-    def __init__(self, step: int, attempt: Attempt, members: Iterable[Member]) -> None:
+    def __init__(
+        self,
+        step: int,
+        attempt: Attempt,
+        members: Iterable[Member],
+        *,
+        excluded: Mapping[Key, Member] | None = None,
+        is_collected: bool = True,
+    ) -> None:
         self.step = step
         self.attempt = attempt
         self.members: dict[Key, Member] = {member.key: member for member in members}
-        self.excluded: dict[Key, Member] = {}
+        self.excluded: dict[Key, Member] = dict(excluded or {})
         self._holder: dict[int, Key] = {}
         self._ledgered: set[int] = set()
         self._overflowed: dict[int, set[Key]] = {}
         #: False from the start of a collection until `load`: a grant meanwhile would be forgotten by `load`, and the
         #: ticket granted twice.
-        self.is_collected = True
+        self.is_collected = is_collected
 
     def load(self, seals: Iterable[Seal]) -> None:
         """Take over the ledgers that a collection returned; unused claims from before are void.

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from swarm.peer.context import PeerContext
 from swarm.peer.coordinator.election import Election
+from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.coordinator.vigil import STATE
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
+from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:
@@ -26,13 +28,16 @@ class Backbone:
     Args:
         context: who this peer is.
         aggregator: makes the part that helps with averages; None if it does not.
+        plan: decides who moves to another stage, while this peer coordinates.
     """
 
-    def __init__(self, context: PeerContext, aggregator: Callable[[Link], Aggregator] | None = None) -> None:
+    def __init__(
+        self, context: PeerContext, aggregator: Callable[[Link], Aggregator] | None = None, *, plan: Planner = plan_moves
+    ) -> None:
         self.context = context
         self._tasks = Tasks()
         self.link = Link(context)
-        self.election = Election(self.link, self._tasks, rank=0)
+        self.election = Election(self.link, self._tasks, rank=0, plan=plan)
         self.aggregator = None if aggregator is None else aggregator(self.link)
         RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
         self._stopped = asyncio.Event()

@@ -23,7 +23,7 @@ from swarm.peer.coordinator.leadership import Demoted, Key, Leadership, Rivalry,
 from swarm.peer.coordinator.leasing import Leasing
 from swarm.peer.coordinator.lineage import NUM_ASKED_AT_START, Lineage
 from swarm.peer.coordinator.next_members import NextMembers
-from swarm.peer.coordinator.rebalancing import Rebalancing
+from swarm.peer.coordinator.rebalancing import Planner, Rebalancing
 from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.policy.schedule import learning_rate
@@ -41,18 +41,27 @@ class Coordinator:
         ballot: that it was elected with.
         rosters: finds announced peers.
         record: the newest that the members know; None before the run has begun.
-        term_n: highest number of a attempt that they have seen.
+        attempt_n: highest number of an attempt that they have seen.
+        plan: decides who moves to another stage.
     """
 
     def __init__(
-        self, link: Link, tasks: Tasks, ballot: Ballot, rosters: Rosters, *, record: m.CommitRecord | None, attempt_n: int
+        self,
+        link: Link,
+        tasks: Tasks,
+        ballot: Ballot,
+        rosters: Rosters,
+        *,
+        record: m.CommitRecord | None,
+        attempt_n: int,
+        plan: Planner,
     ) -> None:
         self._tasks = tasks
         self._leadership = Leadership(link, ballot, rosters)
         self._config = link.context.config
         self._timing = self._config.timing
         self.leasing = Leasing(self._leadership)
-        self.rebalancing = Rebalancing(self._leadership)
+        self.rebalancing = Rebalancing(self._leadership, plan)
         self._leads = StageLeads(self._leadership, attempt_n, self.rebalancing.hear)
         self._lineage = Lineage(self._leadership)
         self.next_members = NextMembers(self._leadership, self._leads, tasks)

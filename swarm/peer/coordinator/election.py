@@ -17,8 +17,10 @@ from swarm.peer.announcing import find_coordinators, keep_announcing, member_of,
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator.coordinator import Coordinator
 from swarm.peer.coordinator.leadership import Demoted, Key
+from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.coordinator.vigil import STATE, BackOff, Vigil, found, in_words
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -29,12 +31,13 @@ logger = logging.getLogger(__name__)
 class Election:
     """One candidate. `rank` delays its candidacy: backbones (0) stand before trainers (1)."""
 
-    def __init__(self, link: Link, tasks: Tasks, *, rank: int) -> None:
+    def __init__(self, link: Link, tasks: Tasks, *, rank: int, plan: Planner = plan_moves) -> None:
         self._link = link
         self._tasks = tasks
         self.context = link.context
         self._timing = link.context.config.timing
         self._rank = rank
+        self._plan = plan
         self.coordinator: Coordinator | None = None
         self._highest = 0
         self._retiring = False
@@ -248,6 +251,7 @@ class Election:
             self._live_rosters,
             record=record,
             attempt_n=max((r.attempt.n for r in replies), default=0),
+            plan=self._plan,
         )
         prepared: dict[int, m.StageResult] = {}
         if record is not None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swarm.base.ids import PeerId
 from swarm.lifecycle.record import Members
 from swarm.peer.coordinator.leadership import Key, Leadership
 from swarm.policy.placement import best_stage
-from swarm.policy.rebalance import plan_moves
+from swarm.policy.rebalance import RebalancePlan, plan_moves
 from swarm.policy.throughput import HELD_PER_STATE, StageWork, Swarm, Worker
 from swarm.wire import messages as m
 
@@ -29,12 +29,21 @@ MAX_REMEMBERED = 4096
 #: A newcomer that was placed and has not asked to be listed after so many seconds does not come.
 PLACED_S = 60.0
 
+#: Decides who moves, with the arguments of `plan_moves`.
+Planner = Callable[..., RebalancePlan]
+
 
 class Rebalancing:
-    """One coordinator's view of what everyone does."""
+    """One coordinator's view of what everyone does.
 
-    def __init__(self, leadership: Leadership) -> None:
+    Args:
+        leadership: of the coordinator.
+        plan: the policy, which is pure; a test may want certain moves.
+    """
+
+    def __init__(self, leadership: Leadership, plan: Planner = plan_moves) -> None:
         self._leadership = leadership
+        self._plan = plan
         self._every_s = leadership.timing.rebalance_every_s
         #: Of each member its newest report, and the one at the beginning of the period.
         self._loads: dict[tuple[int, Key], m.Load] = {}
@@ -44,8 +53,6 @@ class Rebalancing:
         #: Newcomers that were placed: stage, member, when, and the seconds per ticket that are expected of it.
         self._placed: dict[Key, tuple[int, m.Member, float, float | None]] = {}
         self._decided_at = leadership.now
-        #: Pure; replaced by who wants to see certain moves.
-        self.plan = plan_moves
         #: Why the last decision was what it was.
         self.reason = "nothing was decided yet"
 
@@ -166,7 +173,7 @@ class Rebalancing:
             return ()
         self._remember()
         staying = tuple(tuple(x for x in xs if x.key not in leaving) for xs in members)
-        plan = self.plan(self.swarm(staying), period_s=self._every_s, min_peers=self._leadership.config.min_peers_per_stage)
+        plan = self._plan(self.swarm(staying), period_s=self._every_s, min_peers=self._leadership.config.min_peers_per_stage)
         if plan.reason != self.reason:
             logger.info("moves: %s", plan.reason)
         self.reason = plan.reason

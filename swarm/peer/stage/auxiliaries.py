@@ -17,8 +17,8 @@ from swarm.averaging.compressors.plain import Plain
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import PeerId
 from swarm.peer.announcing import find_aggregators
-from swarm.peer.link import Link, RefusedBy, Tasks
-from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.link import RefusedBy
+from swarm.peer.stage.stage_context import StageContext
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,9 @@ MAX_DOUBLINGS = 8
 class Auxiliaries:
     """Of one stage."""
 
-    def __init__(self, link: Link, member: StageMember, tasks: Tasks) -> None:
-        self._link = link
-        self._member = member
-        self._tasks = tasks
-        self._most = member.config.auxiliaries
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._most = context.config.auxiliaries
         self._known: list[m.Member] = []
         #: The attempt for which they are asked, and their answers to come.
         self._asking: tuple[m.Attempt, asyncio.Task[list[m.Assisting]]] | None = None
@@ -58,14 +56,14 @@ class Auxiliaries:
         self._asking = None
         if not self._most or not message.freeze:
             return
-        max_group = self._member.config.max_group
+        max_group = self._context.config.max_group
         if len(message.members) > max_group:
             self.why_none = f"{len(message.members)} members average in groups of {max_group}"
         elif message.step == self._step_without:
             self.why_none = "an attempt of this step failed with one"
         else:
-            self._asking = (message.attempt, self._tasks.start(self._ask_all(message), "ask aggregators"))
-        self._tasks.start(self._look(), "look for aggregators")
+            self._asking = (message.attempt, self._context.tasks.start(self._ask_all(message), "ask aggregators"))
+        self._context.tasks.start(self._look(), "look for aggregators")
 
     async def offers(self, attempt: m.Attempt) -> list[m.Assisting]:
         """Of those that agreed to help with the attempt `attempt`."""
@@ -75,15 +73,15 @@ class Auxiliaries:
 
     async def _look(self) -> None:
         """For the next attempt: the DHT may take its time."""
-        found = await find_aggregators(self._link)
-        stage = self._member.stage
+        found = await find_aggregators(self._context.link)
+        stage = self._context.stage
         # The same order as long as the same are there, another one at each stage, so that stages spread over them.
         self._known = sorted(found, key=lambda x: hashlib.sha256(f"{stage}/{x.peer}".encode()).digest())
         peers = {x.peer for x in found}
         self._out = {peer: out for peer, out in self._out.items() if peer in peers or out[1] > self._now}
 
     async def _ask_all(self, message: m.Gather) -> list[m.Assisting]:
-        compressor, compute = self._member.compressor, self._member.compute
+        compressor, compute = self._context.compressor, self._context.compute
         assert isinstance(compressor, Plain), "the configuration excludes others"
         request = m.Assist(
             run=message.run,
@@ -100,8 +98,8 @@ class Auxiliaries:
 
     async def _ask(self, aggregator: m.Member, request: m.Assist) -> m.Assisting | None:
         try:
-            async with asyncio.timeout(self._member.config.timing.request_s / 4):
-                reply, _ = await self._link.ask(aggregator, request, m.Assisting)
+            async with asyncio.timeout(self._context.config.timing.request_s / 4):
+                reply, _ = await self._context.link.ask(aggregator, request, m.Assisting)
         except RefusedBy as refused:
             text = f"{aggregator.peer[:8]} does not help: {refused}"
             logger.log(logging.DEBUG if text == self._told else logging.INFO, "stage %d: %s", request.stage, text)
@@ -144,8 +142,8 @@ class Auxiliaries:
 
     def _leave_out(self, aggregator: m.Member, reason: str) -> None:
         times, _ = self._out.get(aggregator.peer, (0, 0.0))
-        seconds = self._member.config.timing.record_ttl_s * 2 ** min(times, MAX_DOUBLINGS)
+        seconds = self._context.config.timing.record_ttl_s * 2 ** min(times, MAX_DOUBLINGS)
         self._out[aggregator.peer] = (times + 1, self._now + seconds)
         logger.warning(
-            "stage %d: aggregator %s is left out for %g s: %s", self._member.stage, aggregator.peer[:8], seconds, reason
+            "stage %d: aggregator %s is left out for %g s: %s", self._context.stage, aggregator.peer[:8], seconds, reason
         )

@@ -32,7 +32,7 @@ class RoundShares:
         #: The last auxiliaries, or why there were none.
         self._told = ""
         #: Why the shares, and the auxiliaries, are what they are.
-        self.reason = self.helpers_reason = ""
+        self.reason = self.auxiliaries_reason = ""
 
     def heard(self, reply: m.Collected) -> None:
         """A member told, with its seal, what its link carries."""
@@ -54,9 +54,9 @@ class RoundShares:
             Report(seal.member.peer[:8], *self._links.get(seal.member.key, (None, None)), computes=bool(seal.ledger))
             for seal in seals
         ]
-        helpers = self._helpers(members, offers, most, why_none)
-        keys = [*(seal.member.key for seal in seals), *(offer.member.key for offer in helpers)]
-        reports = [*members, *map(_report, helpers)]
+        auxiliaries = self._chosen(members, offers, most, why_none)
+        keys = [*(seal.member.key for seal in seals), *(offer.member.key for offer in auxiliaries)]
+        reports = [*members, *map(_report, auxiliaries)]
         previous = [self._last[key] for key in keys] if set(self._last) == set(keys) else None
         weights, reason = choose_shares(reports, previous)
         if previous is None or list(weights) != previous:
@@ -64,15 +64,15 @@ class RoundShares:
                 logger.info("stage %d: shares of the average are %s", self._stage, reason)
             self.reason = reason
         self._last = dict(zip(keys, weights, strict=True))
-        return tuple(hagenbach_bischoff(num_elements, weights)), tuple(offer.member for offer in helpers)
+        return tuple(hagenbach_bischoff(num_elements, weights)), tuple(offer.member for offer in auxiliaries)
 
-    def _helpers(self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str) -> list[m.Assisting]:
+    def _chosen(self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str) -> list[m.Assisting]:
         before = [offer.member.peer[:8] for offer in offers if offer.member.key in self._last]
         used, reason = choose_auxiliaries(members, [_report(offer) for offer in offers], most=most, before=before)
         reason = reason if offers else f"none: {why_none}"
-        helpers = [offers[i] for i in used]
-        what = ", ".join(offer.member.peer for offer in helpers) or reason
+        auxiliaries = [offers[i] for i in used]
+        what = ", ".join(offer.member.peer for offer in auxiliaries) or reason
         if most and what != self._told:
             logger.info("stage %d: auxiliaries: %s", self._stage, reason)
-        self._told, self.helpers_reason = what, reason
-        return helpers
+        self._told, self.auxiliaries_reason = what, reason
+        return auxiliaries

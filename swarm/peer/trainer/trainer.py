@@ -16,6 +16,7 @@ from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
 from swarm.peer.coordinator.election import Election
+from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.coordinator.vigil import STATE
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.run_info import RunInfoServer
@@ -27,6 +28,7 @@ from swarm.peer.trainer.whereabouts import AWAITED, MOST_S, TOLD_AFTER_S, wherea
 from swarm.peer.trainer.wiring import Wiring
 from swarm.peer.waiting import USUAL_WAITS, Lasting
 from swarm.policy.in_flight import InFlightControl
+from swarm.policy.rebalance import plan_moves
 from swarm.policy.routing import StageRouter
 from swarm.wire import messages as m
 
@@ -57,6 +59,7 @@ class Trainer:
         num_steps: int | None = None,
         in_flight: int | None = None,
         router: type[StageRouter] = StageRouter,
+        plan: Planner = plan_moves,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
         on_waiting: Callable[[str], None] = lambda reason: None,
@@ -71,7 +74,7 @@ class Trainer:
         self._on_waiting = on_waiting
         self._tasks = Tasks()
         self.link = Link(context)
-        self.election = Election(self.link, self._tasks, rank=1)
+        self.election = Election(self.link, self._tasks, rank=1, plan=plan)
         RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
         ban_s = self.config.timing.record_ttl_s
         wiring = Wiring(self.config.num_stages, context.rng, self.link.presence, max_ban_s=ban_s, router=router)

@@ -64,7 +64,7 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
         eras = {record.era for record in simulation.commits.values()}
         assert max(eras) == 1, "the run was not set back"
         peer = simulation.stage_peers(0)[0]
-        assert 0 < peer.member.discarded_steps <= 3, f"{peer.member.discarded_steps} steps were discarded"
+        assert 0 < peer.committed.discarded_steps <= 3, f"{peer.committed.discarded_steps} steps were discarded"
         await simulation.close()
 
     run_virtual(main())
@@ -335,7 +335,7 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
         )
         told = []
         for peer in second.stage_peers(1):
-            peer.on_checked = lambda steps, faults: told.append((sorted(steps), len(faults)))
+            peer.committed._saved._on_checked = lambda steps, faults: told.append((sorted(steps), len(faults)))
         await second.finish()
         assert min(r.step for r in second.commits.values()) + 1 == first
         assert sorted(told) == ([([2], 1), ([2, 4], 0)] if first == 4 else [([2], 1), ([2], 1)])
@@ -547,7 +547,7 @@ def test_a_record_that_nobody_can_have_written_is_obeyed_by_nobody(tmp_path, lie
         await second.close()
 
     async def lied(simulation, record):
-        member = simulation.nodes["stage1.0"].peer.member.me
+        member = simulation.nodes["stage1.0"].peer.stage_context.me
         return m.Held(member=member, records=(record,), checkpoint_record=record)
 
     run_virtual(main())
@@ -598,7 +598,7 @@ def test_two_halves_of_a_partition_become_one_lineage():
         await simulation.finish()
         assert any(len(version_ids) > 1 for version_ids in simulation.version_ids.values()), "both halves should have gone on"
         check(simulation, lineages=True)
-        version_ids = {p.member.versions.newest.version_id for p in simulation.stage_peers()}
+        version_ids = {p.committed.versions.newest.version_id for p in simulation.stage_peers()}
         assert len(version_ids) == 1, f"peers ended on several heads: {version_ids}"
         await simulation.close()
 
@@ -620,7 +620,7 @@ def test_two_halves_that_both_began_the_run_follow_one_list_of_members(survives)
         async with asyncio.timeout(60.0):
             while not all(p.membership.serving for p in simulation.stage_peers()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        records = {p.member.record.ballot: p.member.record for p in simulation.stage_peers()}
+        records = {p.committed.record.ballot: p.committed.record for p in simulation.stage_peers()}
         assert len(records) == 2
         assert len({r.version_id for r in records.values()}) == 1
         remaining = survives(records).coordinator
@@ -699,10 +699,10 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
         leadership.take(simulation.commits[1])
         rival = simulation.commits[3]
         if how == "has not heard":
-            late.peer.member.record = simulation.commits[2]
+            late.peer.committed.record = simulation.commits[2]
         with pytest.raises(Demoted, match="a record of step 3"):
             await Lineage(leadership).settle(rival)
-        assert how == "is cut off" or late.peer.member.record.step >= rival.step, "it was not told"
+        assert how == "is cut off" or late.peer.committed.record.step >= rival.step, "it was not told"
         simulation.rejoin(late)
         await simulation.finish()
         check(simulation)

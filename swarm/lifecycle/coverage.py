@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
@@ -53,6 +53,11 @@ def coverage_of(seals: Iterable[Seal]) -> Coverage:
         unconfirmed={index: frozenset(peers) for index, peers in open_.items() if index not in confirmed},
         blamed=frozenset(peer for index, peers in said.items() if index in held for peer in peers),
     )
+
+
+def covered_by_all(stages: Sequence[Coverage]) -> frozenset[int]:
+    """The tickets that every one of `stages` covers."""
+    return stages[0].covered.intersection(*(stage.covered for stage in stages[1:]))
 
 
 def stage_result(

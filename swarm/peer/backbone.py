@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swarm.peer.context import PeerContext
+from swarm.peer.coordinator.candidacy import STATE
 from swarm.peer.coordinator.election import Election
 from swarm.peer.coordinator.rebalancing import Planner
-from swarm.peer.coordinator.vigil import STATE
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.policy.rebalance import plan_moves
@@ -56,7 +56,7 @@ class Backbone:
             "total_steps": self.context.config.total_steps,
         }
         if coordinator is not None:
-            detail |= {"trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200]}
+            detail |= {"trainers": len(coordinator.leasing.trainers), "moves": coordinator.rebalancing.reason[:200]}
         waiting_for = self.election.waiting_for or (str(heard.detail.get("waiting_for", "")) if heard is not None else "")
         if waiting_for:
             detail["waiting_for"] = waiting_for[:200]
@@ -70,7 +70,7 @@ class Backbone:
             member=self.context.member(),
             step=step,
             version_id=version_id,
-            state="coordinating" if coordinator else STATE if self.election.vigil is not None else "watching",
+            state="coordinating" if coordinator else STATE if self.election.candidacy is not None else "watching",
             detail=detail,
             stages=stages,
             ballot=self.election.ballot,
@@ -80,7 +80,7 @@ class Backbone:
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
-        self._tasks.start(self.election.run(), "seat", vital=True)
+        self._tasks.start(self.election.run(), "election", vital=True)
         if self.aggregator is not None:
             self._tasks.start(self.aggregator.announce_loop(), "announce aggregator")
 

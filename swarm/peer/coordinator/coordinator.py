@@ -1,28 +1,28 @@
 """The coordinator: ends steps and decides records. Any backbone or trainer can be it; `election` decides who is.
 
-Its parts: `leadership` (what they share), `leasing` (tickets to trainers), `stage_leads` (ledgers and averages from stages),
-`next_members` (who the next record lists), `lineage` (which head the run goes on from). It holds nothing that members could not
-tell a successor; the decision itself is pure: `lifecycle/record.py`.
+Its parts: `leadership` (what they share), `leasing` (tickets to trainers), `stage_leaders` (ledgers and averages from stages),
+`next_members` (who the next record lists), `lineage` (which version the run goes on from), `rebalancing` (who moves) and
+`operating` (what an operator asked). It holds nothing that members could not tell a successor; the decision itself is pure:
+`lifecycle/record.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
-from swarm.lifecycle.coverage import Coverage, coverage_of
-from swarm.lifecycle.order import changed, fault_of, is_stopped
+from swarm.lifecycle.coverage import coverage_of, covered_by_all
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.coordinator.leadership import Demoted, Key, Leadership, Rivalry, Rosters
+from swarm.peer.coordinator.leadership import Demoted, Leadership, Rivalry, Rosters
 from swarm.peer.coordinator.leasing import Leasing
 from swarm.peer.coordinator.lineage import NUM_ASKED_AT_START, Lineage
 from swarm.peer.coordinator.next_members import NextMembers
+from swarm.peer.coordinator.operating import Operating
 from swarm.peer.coordinator.rebalancing import Planner, Rebalancing
 from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
 from swarm.peer.link import Link, Refuse, Tasks
@@ -66,11 +66,9 @@ class Coordinator:
         self._lineage = Lineage(self._leadership)
         self.next_members = NextMembers(self._leadership, self._leads, tasks)
         self._checked = 0.0
-        #: Since when nobody of some stage holds the newest head.
-        self._without_state_since = math.inf
         #: Stages of which no member keeps checkpoints, as they were told last.
         self._unsaved: list[int] = []
-        self._order = record.order if record is not None else m.Order()
+        self._operating = Operating(self._leadership, record.order if record is not None else m.Order())
         if record is not None:
             self._leadership.take(record)
 
@@ -87,10 +85,6 @@ class Coordinator:
         return self._leadership.waiting_for
 
     @property
-    def trainers(self) -> dict[Key, float]:
-        return self.leasing.trainers
-
-    @property
     def is_under_way(self) -> bool:
         """The run has begun and has not ended."""
         return self.record is not None and not self.leasing.finished
@@ -100,8 +94,8 @@ class Coordinator:
         self._leadership.demote(reason)
         await self._leadership.notify()
 
-    async def doubt(self) -> None:
-        """A candidate that nobody could tell of a record goes on looking for one, until it has written the first."""
+    async def look_for_record(self) -> None:
+        """Look for a record, as a candidate that nobody could tell of one, until this coordinator has written the first."""
         while self.record is None:
             await asyncio.sleep(self._timing.request_s / 2)
             try:
@@ -117,33 +111,16 @@ class Coordinator:
         await self._leadership.notify()
 
     async def on_operate(self, message: m.Operate, remote: str) -> m.Operated:
-        """An operator's word. Only who can run programs on this machine is one: the connection comes from here.
+        """An operator pauses, resumes or stops the run.
 
         Raises:
-            Refuse: it comes from elsewhere, or asks for what cannot be.
+            Refuse: as `Operating.take`.
         """
-        here = self._leadership.context.advertise_host
-        if remote != here and remote != "::1" and not remote.startswith("127."):
-            raise Refuse("not_member", f"the run is operated from the machine of its coordinator, {here}, not from {remote}")
-        num_commits = self.record.step + 1 if self.record is not None else 0
-        fault = fault_of(message, num_commits, self._config.total_steps)
-        if fault:
-            raise Refuse("bad_request", fault)
-        self._order, text = changed(self._order, message, num_commits, is_paused=self._is_paused)
-        logger.warning("operator: %s: %s", message.action, text)
-        self.leasing.paused, self.leasing.finished = self._is_paused, self._is_stopped
+        operated = self._operating.take(message, remote)
+        self.leasing.pause(self._operating.is_paused)
+        self.leasing.finish(self._operating.is_stopped)
         await self._leadership.notify()
-        return m.Operated(step=num_commits, text=text)
-
-    @property
-    def _is_paused(self) -> bool:
-        """The step in which an operator asked for a pause has committed."""
-        return self._order.paused and self.record is not None and self.record.order.paused
-
-    @property
-    def _is_stopped(self) -> bool:
-        """As many steps have committed as an operator asked for."""
-        return self.record is not None and is_stopped(self.record, self._order)
+        return operated
 
     async def on_join(self, message: m.Join) -> m.Joining:
         """A stage peer wants to be listed in the next record, or to leave."""
@@ -166,7 +143,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ the leadership
 
     async def run(self, prepared: dict[int, m.StageResult]) -> None:
-        """Reign, also once the run is finished: the leadership ends by an exception only.
+        """Lead, also once the run is finished: the leadership ends by an exception only.
 
         Args:
             prepared: for each stage the prepared attempt of the next step that a live member holds; if every stage has
@@ -180,23 +157,23 @@ class Coordinator:
         if len(prepared) == self._config.num_stages:
             logger.info("step %d: deciding on the prepared attempts found", self._leadership.newest.step + 1)
             await self._commit([prepared[stage] for stage in range(self._config.num_stages)], reopened=0)
-        self.leasing.paused = self._is_paused
+        self.leasing.pause(self._operating.is_paused)
         self.leasing.open_pools()
         await self._or_set_back(self._recover())
         told = False
         while True:
             step = self._leadership.newest.step + 1
             is_over = step == self._config.total_steps
-            self.leasing.finished = is_over or self._is_stopped
+            self.leasing.finish(is_over or self._operating.is_stopped)
             if is_over:
-                self._leadership.waiting_for = "nothing: the run is finished"
+                self._leadership.tell_waiting("nothing: the run is finished")
                 if not told:
                     logger.info("the run is done: its %d steps have committed", self._config.total_steps)
                     await self._leadership.notify()
                 told = True
                 await self._or_set_back(self._watch_over_the_end())
-            elif self._is_stopped:
-                self._leadership.waiting_for = f"an operator: the run was stopped after step {step}"
+            elif self._operating.is_stopped:
+                self._leadership.tell_waiting(f"an operator: the run was stopped after step {step}")
                 await self._leadership.wait(self._timing.record_ttl_s)
             else:
                 await self._or_set_back(self._end_step(step))
@@ -208,7 +185,7 @@ class Coordinator:
             StageLost: those who should do not.
         """
         await asyncio.sleep(self._timing.coordinator_s)
-        self._look_for_stages_without_state()
+        self.next_members.require_state()
 
     async def survey(self) -> None:
         """For the whole leadership, also once the run is finished: who was cut off meanwhile still waits for its last record."""
@@ -223,7 +200,7 @@ class Coordinator:
             short = [k for k, xs in enumerate(peers) if len(xs) < config.min_peers_per_stage]
             quiet = self.next_members.quiet_s
             if short or quiet < self._timing.genesis_quiet_s:
-                leadership.waiting_for = f"peers of stages {short}" if short else "more peers"
+                leadership.tell_waiting(f"peers of stages {short}" if short else "more peers")
                 await leadership.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
                 continue
             ready_since = leadership.now if ready_since is None else ready_since
@@ -233,7 +210,7 @@ class Coordinator:
                 break
             if leadership.waiting_for != reason:
                 logger.warning("waiting for %s", reason)
-            leadership.waiting_for = reason
+            leadership.tell_waiting(reason)
             await leadership.wait(self._timing.request_s / 2)
         self.next_members.began(record)
         await self._publish(record, ())
@@ -241,14 +218,11 @@ class Coordinator:
     async def _recover(self) -> None:
         """After an election: ask the members what they hold of the open steps, so that nothing is computed twice."""
         if self.ballot.counter > 1:
-            self.leasing.recovering = True
-            try:
+            with self.leasing.recovering():
                 for step, pool in self.leasing.pools.items():
                     gathered = await self._leads.gather_all(step, freeze=False)
-                    for index in _covered_by_all([coverage_of(seals) for seals in gathered]):
+                    for index in covered_by_all([coverage_of(seals) for seals in gathered]):
                         pool.done(index)
-            finally:
-                self.leasing.recovering = False
         await self._leadership.notify()
 
     async def _or_set_back(self, work: Coroutine[Any, Any, None]) -> None:
@@ -280,13 +254,13 @@ class Coordinator:
         reopened = 0
         while True:
             await self._collect_tickets(step)
-            if self._is_stopped:
+            if self._operating.is_stopped:
                 return
             complete_at = leadership.now
-            leadership.waiting_for = f"seals of step {step}"
+            leadership.tell_waiting(f"seals of step {step}")
             gathered = await self._leads.gather_all(step, freeze=True)
             coverages = [coverage_of(seals) for seals in gathered]
-            missing = all_tickets - _covered_by_all(coverages)
+            missing = all_tickets - covered_by_all(coverages)
             if missing:
                 logger.info("step %d: tickets %s are missing; reopened", step, sorted(missing))
                 reopened += 1
@@ -302,10 +276,10 @@ class Coordinator:
                 continue
             for peer in sorted({peer for coverage in coverages for peer in coverage.blamed}):
                 logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
-            leadership.waiting_for = f"averages of step {step}"
+            leadership.tell_waiting(f"averages of step {step}")
             sealed_at = leadership.now
             results = await self._leads.average_all(step, gathered)
-            if results is None or not self._enough(results):
+            if results is None or not self._leads.have_enough(results):
                 reopened += 1
                 await leadership.wait(0.05)
                 continue
@@ -333,49 +307,18 @@ class Coordinator:
     async def _collect_tickets(self, step: int) -> None:
         """Until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire meanwhile."""
         leadership, leasing = self._leadership, self.leasing
-        while not self._is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
-            leadership.waiting_for = "an operator: the run is paused" if leasing.paused else f"tickets of step {step}"
+        while not self._operating.is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
+            leadership.tell_waiting("an operator: the run is paused" if leasing.paused else f"tickets of step {step}")
             late = pool.expire(leadership.now)
             if late:
                 logger.info("step %d: leases of tickets %s expired", step, late)
                 await leadership.notify()
             if leadership.now - self._checked > (1.0 if leasing.is_uncertain else self._timing.coordinator_s):
-                leasing.is_uncertain = False
+                leasing.leaders_are_looked_at()
                 await self._leads.check(step, None if leasing.paused else (pool.num_done, pool.num_free))
-                self._look_for_stages_without_state()
+                self.next_members.require_state()
                 self._checked = leadership.now
             await leadership.wait(self._timing.lease_s / 8)
-
-    def _look_for_stages_without_state(self) -> None:
-        """Members that live and are listed as ready, but have the state of another head, would never serve the tickets.
-
-        Raises:
-            StageLost: a stage has had none but such for `stage_lost_s`.
-        """
-        now, lost_s = self._leadership.now, self._timing.stage_lost_s
-        bare = self.next_members.stages_without_state()
-        self._without_state_since = min(self._without_state_since, now) if bare else math.inf
-        if now - self._without_state_since > lost_s:
-            self._without_state_since = math.inf
-            raise StageLost(
-                f"no member of stages {bare} has held the state of step {self._leadership.newest.step + 1} for {lost_s:g} s"
-            )
-
-    def _enough(self, results: list[m.StageResult]) -> bool:
-        """With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members.
-
-        The operator chose that the run stops rather than split: of two halves of a partition at most one goes on.
-        """
-        if self._config.min_peers_per_stage == 1:
-            return True
-        for stage, result in enumerate(results):
-            members = self._leads.members(stage)
-            need = max(self._config.min_peers_per_stage, len(members) // 2 + 1)
-            if len(result.holders) < need:
-                self._leadership.waiting_for = f"{need} peers of stage {stage} ({len(result.holders)} are here)"
-                self._leads.forgive(stage)
-                return False
-        return True
 
     # ------------------------------------------------------------------------------------------------ decision
 
@@ -420,12 +363,12 @@ class Coordinator:
         Invariant: the record is complete before anyone hears of it, and never changes afterwards.
         """
         leadership = self._leadership
-        record = record.model_copy(update={"order": self._order})
+        record = record.model_copy(update={"order": self._operating.order})
         previous = leadership.record.members if leadership.record is not None else ()
         extra = {x.key: x for xs in previous for x in xs} | {x.key: x for x in others}
         leadership.take(record)
         self._leads.begin_step()
-        self.leasing.paused = self._is_paused
+        self.leasing.pause(self._operating.is_paused)
         self.leasing.open_pools()
         heard: set[int] = set()
         told = asyncio.Event()
@@ -453,7 +396,3 @@ class Coordinator:
         except TimeoutError:
             logger.warning("record of step %d: only stages %s took it so far", record.step, sorted(heard))
         await leadership.notify()
-
-
-def _covered_by_all(coverages: list[Coverage]) -> frozenset[int]:
-    return coverages[0].covered.intersection(*(c.covered for c in coverages[1:]))

@@ -1,7 +1,7 @@
 """Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
 
 Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members. While a
-stage has nobody, one candidate waits in the coordinator's place (`vigil.py`) instead of all out-bidding each other.
+stage has nobody, one candidate waits in the coordinator's place (`candidacy.py`) instead of all out-bidding each other.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
+from swarm.peer.coordinator.candidacy import STATE, BackOff, Candidacy, found, in_words
 from swarm.peer.coordinator.coordinator import Coordinator
 from swarm.peer.coordinator.leadership import Demoted, Key
 from swarm.peer.coordinator.rebalancing import Planner
-from swarm.peer.coordinator.vigil import STATE, BackOff, Vigil, found, in_words
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
@@ -42,7 +42,7 @@ class Election:
         self._highest = 0
         self._retiring = False
         #: While a stage has nobody and this candidate waits for one.
-        self.vigil: Vigil | None = None
+        self.candidacy: Candidacy | None = None
         self._pause = BackOff()
         #: No candidacy before this time of the loop.
         self._stand_at = 0.0
@@ -66,34 +66,34 @@ class Election:
     @property
     def ballot(self) -> int:
         """Counter of the ballot with which this peer coordinates or waits in the coordinator's place; -1 if it does neither."""
-        holder = self.coordinator or self.vigil
+        holder = self.coordinator or self.candidacy
         return -1 if holder is None else holder.ballot.counter
 
     @property
     def waiting_for(self) -> str:
         """What the run waits for, if this peer coordinates or waits in the coordinator's place."""
-        holder = self.coordinator or self.vigil
+        holder = self.coordinator or self.candidacy
         return "" if holder is None else holder.waiting_for
 
     def _leading(self) -> Coordinator:
         if self.coordinator is None:
-            waits = f": the run waits for {self.vigil.waiting_for}" if self.vigil is not None else ""
+            waits = f": the run waits for {self.candidacy.waiting_for}" if self.candidacy is not None else ""
             raise Refuse("unknown", f"this peer is not the coordinator{waits}")
         return self.coordinator
 
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
-        if self.vigil is not None:
-            return await self.vigil.on_lease(message)
+        if self.candidacy is not None:
+            return await self.candidacy.on_lease(message)
         return await self._leading().leasing.on_lease(message)
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
-        if self.vigil is not None and not message.leaving:
-            return self.vigil.on_join()
+        if self.candidacy is not None and not message.leaving:
+            return self.candidacy.on_join()
         return await self._leading().on_join(message)
 
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
-        if self.vigil is not None:
-            return self.vigil.on_place()
+        if self.candidacy is not None:
+            return self.candidacy.on_place()
         return self._leading().on_place(message)
 
     async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
@@ -157,7 +157,7 @@ class Election:
         coordinator = self.coordinator
         if coordinator is None:
             return
-        if coordinator.is_under_way and coordinator.trainers.keys() - {self.context.member().key}:
+        if coordinator.is_under_way and coordinator.leasing.trainers.keys() - {self.context.member().key}:
             await coordinator.retire()
             while self.coordinator is coordinator and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -199,12 +199,12 @@ class Election:
         self._better = self._better + 1 if all(there.values()) else 0
         return self._better > 3
 
-    async def _keep_vigil(self, ballot: Ballot, missing: list[int]) -> bool:
+    async def _wait_for_members(self, ballot: Ballot, missing: list[int]) -> bool:
         """Wait until the `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
         loop = asyncio.get_running_loop()
         self._warn(f"not elected: the run waits for {in_words(missing)}")
         self._back_off(str(missing))
-        self.vigil = Vigil(self._link, ballot, missing)
+        self.candidacy = Candidacy(self._link, ballot, missing)
         self._know(self.context.member())
         announcing = self._tasks.start(
             keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)), "announce"
@@ -222,7 +222,7 @@ class Election:
             return False
         finally:
             announcing.cancel()
-            self.vigil = None
+            self.candidacy = None
             if self.known == self.context.member():
                 self._know(None)
 
@@ -239,7 +239,7 @@ class Election:
             missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
             if record is None or not missing:
                 break
-            if not await self._keep_vigil(ballot, missing):
+            if not await self._wait_for_members(ballot, missing):
                 return
         self._told.clear()
         self._met.clear()
@@ -278,7 +278,7 @@ class Election:
             self._tasks.start(coordinator.survey(), "survey"),
         ]
         if record is None:
-            helpers.append(self._tasks.start(coordinator.doubt(), "look for a record"))
+            helpers.append(self._tasks.start(coordinator.look_for_record(), "look for a record"))
         try:
             await coordinator.run(prepared)
         finally:

@@ -1,6 +1,7 @@
 """What all parts of a coordinator share: its ballot, the newest record, and whether its leadership still stands.
 
-A leadership ends by `Demoted`; it is in doubt by `Rivalry`. Owns the condition that waiting parts watch; decides nothing.
+A leadership ends by `Demoted`; by `Rivalry` it is open to question. Owns the condition that waiting parts watch; decides
+nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Rivalry(SwarmError):
 
 
 class Leadership:
-    """One coordinator's attempt of office."""
+    """One coordinator's leadership, from its election on."""
 
     def __init__(self, link: Link, ballot: Ballot, rosters: Rosters) -> None:
         self.link = link
@@ -57,6 +58,7 @@ class Leadership:
 
     @property
     def now(self) -> float:
+        """The loop's time, in seconds."""
         return asyncio.get_running_loop().time()
 
     @property
@@ -73,11 +75,12 @@ class Leadership:
         del self.records[:-MAX_RECORDS]
 
     async def notify(self) -> None:
+        """Wake all who wait in `wait`."""
         async with self.changed:
             self.changed.notify_all()
 
     async def wait(self, seconds: float) -> None:
-        """Until something changes, for at most `seconds`.
+        """Wait until something changes, for at most `seconds`.
 
         Raises:
             Demoted, Rivalry: as `check`.
@@ -90,13 +93,27 @@ class Leadership:
             pass
         self.check()
 
+    def tell_waiting(self, reason: str) -> None:
+        """From here on the run waits for `reason`, as whoever asks is told."""
+        self.waiting_for = reason
+
+    def meet_rival(self, record: m.CommitRecord) -> None:
+        """Somebody follows `record`, which is newer and not of this lineage: whoever waits in this leadership learns of it."""
+        self.rival = record
+
+    def rival_is_settled(self) -> None:
+        """It is known which of the two lineages goes on."""
+        self.rival = None
+
     def demote(self, reason: str) -> None:
+        """End the leadership: whoever waits in it learns of it."""
         self._demoted = Demoted(reason)
 
     def check(self) -> None:
-        """
+        """Go on, if this leadership stands.
+
         Raises:
-            Demoted, Rivalry: this leadership is over, or in doubt.
+            Demoted, Rivalry: this leadership is over, or another lineage may go on.
         """
         if self._demoted is not None:
             raise self._demoted
@@ -104,7 +121,7 @@ class Leadership:
             raise Rivalry(self.rival)
 
     def raise_if_newer(self, refused: RefusedBy) -> None:
-        """A refusal may say that another coordinator leads, or that a record exists which this one lacks.
+        """Look whether a refusal says that another coordinator leads, or that a record exists which this one lacks.
 
         Raises:
             Demoted, Rivalry: it does.

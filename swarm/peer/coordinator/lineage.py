@@ -231,7 +231,8 @@ class Lineage:
                     break
             if reason != told:
                 logger.error("waiting for %s", reason)
-            leadership.waiting_for = told = reason
+            told = reason
+            leadership.tell_waiting(reason)
             await leadership.wait(leadership.timing.request_s / 2)
         num_discarded = self._leadership.newest.step - record.step
         if num_discarded > 0:
@@ -254,7 +255,7 @@ class Lineage:
         Raises:
             Demoted: the other one goes on.
         """
-        self._leadership.rival = None
+        self._leadership.rival_is_settled()
         mine = self._leadership.newest
         missing = await self._without_holder(rival)
         if not missing or self._leadership.lost or await self._without_holder(mine):
@@ -319,7 +320,7 @@ class Lineage:
         except RefusedBy as refused:
             theirs = refused.refusal.record
             if theirs is not None and theirs.newer_than(self._leadership.record):
-                self._leadership.rival = theirs
+                self._leadership.meet_rival(theirs)
                 await self._leadership.notify()
         except (LinkError, RemoteError):
             pass  # it may have gone; who has not is told again

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from swarm.lifecycle.record import Members
 from swarm.peer.coordinator.leadership import Key, Leadership
-from swarm.peer.coordinator.stage_leaders import StageLeads
+from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
 from swarm.peer.link import Refuse, Tasks
 from swarm.policy.liveness import FIRST_LOOK_S
 from swarm.wire import messages as m
@@ -48,6 +48,8 @@ class NextMembers:
         #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
         self._leaving: dict[Key, int] = {}
         self._last_join = 0.0
+        #: Since when nobody of some stage holds the newest version; infinite while somebody of each does.
+        self._without_state_since = math.inf
         #: Incarnations whose place another one of the same peer took, the latest last.
         self._replaced: dict[Key, None] = {}
 
@@ -122,14 +124,28 @@ class NextMembers:
         for key in [k for k, j in self._joiners.items() if self._leadership.now - j.seen > self._leadership.timing.record_ttl_s]:
             del self._joiners[key]
 
-    def stages_without_state(self) -> list[int]:
-        """Stages of which all that the newest record lists as ready ask to join without the state of its head, or are gone.
+    def require_state(self) -> None:
+        """Look for stages whose members live and are listed as ready, but have another version: they would never serve.
 
-        A listed member that died asks for nothing: it must not keep the others waiting for what it held.
+        Raises:
+            StageLost: a stage has had none but such for `stage_lost_s`.
+        """
+        now, lost_s = self._leadership.now, self._leadership.timing.stage_lost_s
+        stages = self._stages_without_state()
+        self._without_state_since = min(self._without_state_since, now) if stages else math.inf
+        if now - self._without_state_since > lost_s:
+            self._without_state_since = math.inf
+            step = self._leadership.newest.step + 1
+            raise StageLost(f"no member of stages {stages} has held the state of step {step} for {lost_s:g} s")
+
+    def _stages_without_state(self) -> list[int]:
+        """The stages where every member that is listed as ready is gone, or asks to join because it lacks the newest version.
+
+        One that is gone asks for nothing, and must not keep the others waiting for what it held.
         """
         record, since = self._leadership.newest, self._leadership.now - self._leadership.timing.request_s
 
-        def is_bare(member: m.Member) -> bool:
+        def lacks_state(member: m.Member) -> bool:
             joiner = self._joiners.get(member.key)
             return joiner is not None and joiner.seen >= since and joiner.version_id != record.version_id
 
@@ -138,7 +154,7 @@ class NextMembers:
             [x for x in members if x.ready and x.key not in silent and not self._leads.is_excluded(stage, x.key)]
             for stage, members in enumerate(record.members)
         ]
-        return [stage for stage, members in enumerate(ready) if members and all(map(is_bare, members))]
+        return [stage for stage, members in enumerate(ready) if members and all(map(lacks_state, members))]
 
     # ------------------------------------------------------------------------------------------------ the first record
 

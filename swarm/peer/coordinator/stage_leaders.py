@@ -56,9 +56,22 @@ class StageLeads:
     def is_excluded(self, stage: int, key: Key) -> bool:
         return key in self._leads[stage].excluded
 
-    def forgive(self, stage: int) -> None:
-        """Try everyone of the stage again."""
-        self._leads[stage].excluded.clear()
+    def have_enough(self, results: list[m.StageResult]) -> bool:
+        """Whether the step may commit; else the members of the stage that lacks some are tried again.
+
+        With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members. The
+        operator chose that the run stops rather than split: of two halves of a partition at most one goes on.
+        """
+        least = self._leadership.config.min_peers_per_stage
+        if least == 1:
+            return True
+        for stage, result in enumerate(results):
+            need = max(least, len(self.members(stage)) // 2 + 1)
+            if len(result.holders) < need:
+                self._leadership.tell_waiting(f"{need} peers of stage {stage} ({len(result.holders)} are here)")
+                self._leads[stage].excluded.clear()
+                return False
+        return True
 
     async def check(self, step: int, moves: object) -> None:
         """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated.
@@ -142,7 +155,7 @@ class StageLeads:
             if leader is None:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
                 lost_s = self._leadership.timing.stage_lost_s
-                self._leadership.waiting_for = (
+                self._leadership.tell_waiting(
                     f"a live member of stage {stage}; without one for {lost_s:g} s the run goes back to a checkpoint, once "
                     "there are peers that have one"
                 )

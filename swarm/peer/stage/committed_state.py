@@ -112,11 +112,6 @@ class CommittedState:
         return self._queued is None
 
     @property
-    def num_queued(self) -> int:
-        """Averages that wait for a snapshot."""
-        return len(self._queued or ())
-
-    @property
     def up_to_date(self) -> bool:
         """This peer holds the state that the newest record made."""
         return self.record is not None and self.has_state and self.versions.newest.version_id == self.record.version_id
@@ -184,27 +179,11 @@ class CommittedState:
             return
 
     async def _on_holdings(self, message: m.Holdings, frame: Frame, progress: Progress) -> m.Held:
-        """What this peer could go on from: its memory, its checkpoints, the initial values."""
-        context = self._context
-        context.require_stage(message.stage)
-        progress.follow(lambda: context.background.finished)
+        self._context.require_stage(message.stage)
+        progress.follow(lambda: self._context.background.finished)
         async with self.settled():
-            pass  # what is being taken over is what it will hold
-        records = {}
-        newest = self.versions.newest
-        if self.has_state and newest.num_commits > 0:
-            records[newest.version_id] = newest.record
-        saved, damaged = await self._saved.records()
-        for record in saved:
-            records.setdefault(record.version_id, record)
-        newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
-        return m.Held(
-            member=context.me,
-            records=tuple(newest_first[:16]),
-            damaged=damaged,
-            initial=context.compute.has_values and not damaged,
-            checkpoint_record=self._saved.checkpoint_record.record,
-        )
+            newest = self.versions.newest  # what was being taken over is what it holds
+        return await self._saved.held(newest.record if self.has_state and newest.num_commits > 0 else None)
 
     # ------------------------------------------------------------------------------------------------ commit
 
@@ -292,24 +271,17 @@ class CommittedState:
         """Another lineage or era replaces what was committed: loudly if steps are lost, and counted."""
         num_discarded = known.step - record.step
         self.discarded_steps += max(0, num_discarded)
-        if num_discarded > 0:
-            logger.error(
-                "step %d of era %d replaces step %d of era %d: %d committed steps are discarded",
-                record.step,
-                record.era,
-                known.step,
-                known.era,
-                num_discarded,
-            )
-        else:
-            logger.info(
-                "step %d of era %d (version %s) replaces that of era %d (version %s)",
-                record.step,
-                record.era,
-                record.version_id[:12],
-                known.era,
-                known.version_id[:12],
-            )
+        logger.log(
+            logging.ERROR if num_discarded > 0 else logging.INFO,
+            "step %d of era %d (version %s) replaces step %d of era %d (version %s): %d committed steps are discarded",
+            record.step,
+            record.era,
+            record.version_id[:12],
+            known.step,
+            known.era,
+            known.version_id[:12],
+            max(0, num_discarded),
+        )
         self._steps.clear()
         self._sums.forget()
         self._steps.own.forget()

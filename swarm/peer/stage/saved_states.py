@@ -46,12 +46,21 @@ class SavedStates:
         self._told: tuple[list[int], list[str]] | None = None
         self.checkpoint_record = LastCheckpointRecord(context.link.context)
 
-    async def records(self) -> tuple[list[m.CommitRecord], bool]:
-        """The records of the intact checkpoints, newest first, and whether there are others: damaged, or just being changed."""
-        if not self._context.compute.has_frozen:
-            return [], False
-        found, damaged = await self._checkpoints()
-        return [checkpoint.record for checkpoint in found], damaged
+    async def held(self, newest: m.CommitRecord | None) -> m.Held:
+        """What this peer could go on from: the state in memory that `newest` made, if any, checkpoints, the initial values."""
+        context, compute = self._context, self._context.compute
+        found, damaged = await self._checkpoints() if compute.has_frozen else ([], False)
+        records = {} if newest is None else {newest.version_id: newest}
+        for checkpoint in found:
+            records.setdefault(checkpoint.record.version_id, checkpoint.record)
+        newest_first = sorted(records.values(), key=lambda r: (r.era, r.step), reverse=True)
+        return m.Held(
+            member=context.me,
+            records=tuple(newest_first[:16]),
+            damaged=damaged,
+            initial=compute.has_values and not damaged,
+            checkpoint_record=self.checkpoint_record.record,
+        )
 
     async def _checkpoints(self) -> tuple[list[StageCheckpoint], bool]:
         """This stage's intact checkpoints of this run, newest first, and if there are others: damaged, or just being changed."""

@@ -15,9 +15,9 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
+from swarm.peer.coordinator.candidacy import STATE
 from swarm.peer.coordinator.election import Election
 from swarm.peer.coordinator.rebalancing import Planner
-from swarm.peer.coordinator.vigil import STATE
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.trainer.evaluation import Evaluator
@@ -114,14 +114,15 @@ class Trainer:
         await self.context.dht.start(self.context.bootstrap)
         self._last_commit_at = asyncio.get_running_loop().time()
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
-        self._tasks.start(self.election.run(), "seat", vital=True)
+        self._tasks.start(self.election.run(), "election", vital=True)
         self._tasks.start(self._poll_loop(), "lease", vital=True)
         self._tasks.start(self._report_loop(), "report", vital=True)
         self._tasks.start(self._tell_what_is_waited_for(), "waiting", vital=True)
 
     def stop(self) -> None:
         """Hand back what is leased and end `run`."""
-        self._stopping = self.retries.stopping = True
+        self._stopping = True
+        self.retries.stop()
         self._ended.set()
 
     async def run(self) -> None:
@@ -160,7 +161,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         if self._ended.is_set():
-            self._stopping = self.retries.stopping = True
+            self.stop()
             self._reserve.clear()
             while self._running and loop.time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -190,7 +191,7 @@ class Trainer:
             member=self.context.member(),
             step=self.record.step + 1 if self.record else -1,
             version_id=self.record.version_id if self.record else "",
-            state="finished" if self.finished else STATE if self.election.vigil is not None else "training",
+            state="finished" if self.finished else STATE if self.election.candidacy is not None else "training",
             detail=detail,
             stages=self.record.members if self.record else (),
             ballot=self.election.ballot,
@@ -251,9 +252,8 @@ class Trainer:
                 await self._pause(error)
                 continue
             self.waiting_for = leased.waiting_for
-            self.retries.num_retries += leased.again
+            self.retries.lease(leased.again, dict(leased.avoid))
             record = self.record
-            self.retries.avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
             if record is not None and not self._stopping:
                 self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
             self._start_tickets()
@@ -367,10 +367,10 @@ class Trainer:
                 self._num_faulty = 0
             elif record.step >= 0:
                 now = loop.time()
-                retries, round_trips = self.retries.num_retries, self._route_trips.taken_round_trips()
+                retries, round_trips = self.retries.taken_count(), self._route_trips.taken_round_trips()
                 self._step_s = now - self._last_commit_at
                 self._on_step(StepReport(record, self._step_s, retries, round_trips))
-                self._last_commit_at, self.retries.num_retries, self._gave_up = now, 0, False
+                self._last_commit_at, self._gave_up = now, False
                 self._num_faulty = self._num_faulty + 1 if is_faulty(record) else 0
             else:
                 self._last_commit_at = loop.time()
@@ -400,7 +400,7 @@ class Trainer:
                 self._control.completed(loop.time(), in_flight=len(self._running))
         finally:
             self._running.pop(ticket, None)
-            self.retries.avoid.pop(ticket, None)
+            self.retries.forget(ticket)
             self._start_tickets()
             self._report.set()
             self._wake.set()

@@ -15,7 +15,7 @@ from swarm.base.ids import Ballot
 from swarm.lifecycle.record import restoring_record
 from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.coordinator.lineage import Lineage
-from swarm.peer.stage import restore
+from swarm.peer.stage import saved_states
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.testing.simulation.phases import finish_from, kind
 from swarm.testing.simulation.simulation import Simulation, check
@@ -379,7 +379,7 @@ def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tm
     """Only one peer of stage 1 wrote the only checkpoint, and no record tells that all stages had theirs."""
     caplog.set_level(logging.INFO)
     config = small_config(total_steps=4, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
-    scan = restore.scan
+    scan = saved_states.scan
 
     async def main():
         second = await resumed_where_it_ended(config, tmp_path, lambda path: False)
@@ -392,7 +392,7 @@ def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tm
                     raise MemoryError
                 return scan(roots, **options)
 
-            monkeypatch.setattr(restore, "scan", scan_there)
+            monkeypatch.setattr(saved_states, "scan", scan_there)
         else:
             second.lose_reply.append(kind(m.Holdings, target=second.nodes[name]))
         await asyncio.sleep(after_s)

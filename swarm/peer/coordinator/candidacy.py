@@ -67,7 +67,7 @@ async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int
     return there
 
 
-class Vigil:
+class Candidacy:
     """One candidate's wait, from the election with `ballot` in which nobody answered for the stages `missing`."""
 
     def __init__(self, link: Link, ballot: Ballot, missing: Sequence[int]) -> None:

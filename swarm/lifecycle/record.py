@@ -1,4 +1,4 @@
-"""The commit record: heads, the genesis record, and the pure decision that ends a step."""
+"""The commit record: names of versions, the genesis record, and the pure decision that ends a step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Members = tuple[tuple[Member, ...], ...]
 
 
 def version_id_of(previous: Head, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> Head:
-    """Names one version of the whole model: a hash over the previous head and what this step did to it."""
+    """Names one version of the whole model: a hash over the previous name and what this step did to it."""
     content = [previous, step, list(digests), clip_coefficient.hex(), skipped]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def genesis_version_id(run: RunId) -> Head:
-    """The head of the initial values, which are a function of the configuration alone."""
+    """The name of the initial version, which is a function of the configuration alone."""
     return hashlib.sha256(b"genesis\0" + run.encode()).hexdigest()
 
 
@@ -84,7 +84,7 @@ def decide(
     reopened: int = 0,
     moves: tuple[Move, ...] = (),
 ) -> CommitRecord:
-    """The record of the step after `previous`; its head is a function of `previous.version_id` and the averages alone.
+    """The record of the step after `previous`; its `version_id` is a function of `previous.version_id` and the averages alone.
 
     Raises:
         InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens or on
@@ -161,7 +161,7 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
         return (
             ""
             if record.version_id == genesis_version_id(record.run) and not record.results
-            else "a genesis record with another head"
+            else "a genesis record with another version"
         )
     if record.step >= config.total_steps:
         return f"step {record.step} of {config.total_steps}"
@@ -179,5 +179,5 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
     if record.version_id != version_id_of(
         record.previous_version_id, record.step, digests, record.clip_coefficient, record.skipped
     ):
-        return "the head does not follow from the averages"
+        return "the version does not follow from the averages"
     return ""

@@ -26,7 +26,7 @@ _NOT_ASKED: Exception = TimeoutError()
 
 @dataclass(frozen=True, kw_only=True)
 class Contacts:
-    """Addresses known from an earlier life in `run`. What serves another run there now is not heeded."""
+    """Addresses known from an earlier life in `run`. Whoever serves another run there now is passed over."""
 
     run: RunId
     addresses: Sequence[Address]

@@ -78,7 +78,7 @@ class Presence:
             self.liveness.failed(member, reason, now=now)
         self._woken.set()
 
-    def doubt(self, member: Member, reason: str) -> None:
+    def suspect(self, member: Member, reason: str) -> None:
         """Somebody else could not use `member`: it is looked at."""
         self.liveness.doubt(member, reason, now=asyncio.get_running_loop().time())
         self._woken.set()
@@ -141,7 +141,7 @@ class Presence:
         finally:
             del self._calls[watched]
 
-    def _doubt_still_ones(self, now: float) -> None:
+    def _suspect_still_ones(self, now: float) -> None:
         for call in self._calls:
             if call.stillness.is_due(call.progress.count, now=now):
                 self.liveness.doubt(call.member, "a call stands still", now=now)
@@ -164,12 +164,12 @@ class Presence:
         return [member for member, answers_now in zip(members, answers, strict=True) if answers_now]
 
     async def keep_looking(self) -> None:
-        """Look at whoever is in doubt, and again at those that are silent, for ever."""
+        """Look at whoever is suspected, and again at those that are silent, for ever."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 self._woken.clear()
-                self._doubt_still_ones(loop.time())
+                self._suspect_still_ones(loop.time())
                 room = max(0, MAX_LOOKS - len(self._looks))
                 for member in self.liveness.due(now=loop.time(), limit=room, timeout_s=2 * self._look_s):
                     self._begin_look(member)
@@ -196,7 +196,7 @@ class Candidates:
         self._tried: list[Member] = []
 
     async def next(self, also: Sequence[Member] = ()) -> Member | None:
-        """Whom to try now; None if nobody is left. A call to the one before has failed, by its own or by the link's fault.
+        """Whom to ask now; None if nobody is left. A call to the one before has failed, by its own or by the link's fault.
 
         When the others are looked at, those of `also` that are not silent are, too.
         """

@@ -270,7 +270,7 @@ class Election:
         self.coordinator = coordinator
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
-        helpers = [
+        background = [
             self._tasks.start(
                 keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)),
                 "announce coordinator",
@@ -278,12 +278,12 @@ class Election:
             self._tasks.start(coordinator.survey(), "survey"),
         ]
         if record is None:
-            helpers.append(self._tasks.start(coordinator.look_for_record(), "look for a record"))
+            background.append(self._tasks.start(coordinator.look_for_record(), "look for a record"))
         try:
             await coordinator.run(prepared)
         finally:
-            for helper in helpers:
-                helper.cancel()
+            for task in background:
+                task.cancel()
 
     async def _live_rosters(self) -> list[list[m.Member]]:
         return [[member_of(record) for record in roster] for roster in await self._rosters()]

@@ -1,4 +1,4 @@
-"""Which head the run goes on from: at its start, when a stage was lost, and when two lineages meet.
+"""Finds the version from which the run goes on: at its start, when a stage was lost, and when two lineages meet.
 
 Owns the search (who lives, who holds what) and the rules of docs/design.md, "Lineage"; `policy/restore.py` chooses, the
 coordinator publishes.
@@ -33,7 +33,7 @@ _HOLDS_NOTHING = {"wrong_run", "wrong_stage"}
 class _Holdings:
     """What peers could go on from."""
 
-    #: By head.
+    #: By version.
     records: dict[str, m.CommitRecord]
     #: Those, and others that are known though nobody holds them (`peer/checkpoint_record.py`).
     known: dict[str, m.CommitRecord]
@@ -66,10 +66,10 @@ class Lineage:
     async def starting_record(
         self, peers: list[list[m.Member]], *, era: int, waited_s: float
     ) -> tuple[m.CommitRecord | None, str]:
-        """The record to go on from: the newest head that the peers hold complete, else the initial values.
+        """The record to go on from: the newest version that the peers hold complete, else the initial values.
 
         Args:
-            peers: of each stage, all of whom become members; those that do not hold the head are not ready.
+            peers: of each stage, all of whom become members; those that do not hold the version are not ready.
             era: the lowest that the record may have.
             waited_s: how long there has been a peer of every stage, and others were waited for.
 
@@ -97,7 +97,7 @@ class Lineage:
         if newest.version_id == best.version_id:
             logger.info("going on: %s", reason)
         else:
-            logger.warning("going on from an earlier head than that of step %d: %s", newest.step + 1, reason)
+            logger.warning("going on from an earlier version than that of step %d: %s", newest.step + 1, reason)
         record = held.records[best.version_id]
         if is_checkpoint_due(self._leadership.config, record):
             record = record.model_copy(update={"saved": record.step + 1})
@@ -140,7 +140,7 @@ class Lineage:
     def _obstacle(self, peers: list[list[m.Member]], held: _Holdings, best: Holding | None, waited_s: float) -> str:
         """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
 
-        Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer head from their disks: for as
+        Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer version from their disks: for as
         long if the run can go on from an older one, else without end. Nor does it begin again if records tell that every stage
         had a checkpoint of one step, or while a damaged one lies somewhere: its operator may have a copy.
         """
@@ -164,8 +164,8 @@ class Lineage:
                 f"a checkpoint of one step in every stage ({has}): start a peer whose state directory has what is missing, or "
                 "all with empty ones to begin again"
             )
-        bare = [k for k, members in enumerate(peers) if held.initialised.isdisjoint(x.key for x in members)]
-        return f"a peer of stages {bare} that has the initial weights (--model)" if bare else ""
+        without = [k for k, members in enumerate(peers) if held.initialised.isdisjoint(x.key for x in members)]
+        return f"a peer of stages {without} that has the initial weights (--model)" if without else ""
 
     def _absent_holders(self, held: _Holdings, best: Holding | None) -> str:
         written = [r for r in held.known.values() if is_checkpoint_due(self._leadership.config, r)]
@@ -214,7 +214,7 @@ class Lineage:
         return [[x for x in stage if x is not None] for stage in answers]
 
     async def set_back(self) -> m.CommitRecord:
-        """A stage was lost: the newest head that is complete over all stages, once each has a live peer.
+        """A stage was lost: the newest version that is complete over all stages, once each has a live peer.
 
         Raises:
             Demoted, Rivalry: this coordinator has nothing to decide any more.

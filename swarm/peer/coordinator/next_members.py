@@ -214,7 +214,7 @@ class NextMembers:
             if now - joiner.seen > self._leadership.timing.record_ttl_s or key in present:
                 del self._joiners[key]
             elif joiner.is_met and not self._leads.is_excluded(stage, key):
-                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
+                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest version.
                 ready = joiner.member.ready and joiner.version_id == record.version_id
                 staying.append(joiner.member.model_copy(update={"ready": ready}))
                 if ready:

@@ -86,7 +86,7 @@ class StageLeads:
             return
 
         async def renew(stage: int) -> None:
-            if await self._strike_silent(stage) or (gone and gone[stage]):
+            if await self._exclude_silent(stage) or (gone and gone[stage]):
                 await self._gather(step, stage, freeze=False)
 
         await together(*(renew(stage) for stage in stages))
@@ -129,7 +129,7 @@ class StageLeads:
         if member is not None:
             self._leads[stage].excluded[member.key] = member
 
-    async def _strike_silent(self, stage: int, level: int = logging.INFO) -> bool:
+    async def _exclude_silent(self, stage: int, level: int = logging.INFO) -> bool:
         """A member is gone, and others may be gone with it: all are looked at at once, so that what follows meets the living."""
         asked = [x for x in self.members(stage) if x.key not in self._leads[stage].excluded]
         there = {x.key for x in await self._leadership.link.presence.answering(asked)}
@@ -190,7 +190,7 @@ class StageLeads:
             except RefusedBy as refused:
                 self._leadership.raise_if_newer(refused)
                 if refused.code == "wrong_state":
-                    continue  # a higher n was used; the next try has another
+                    continue  # a higher n was used; the next attempt has another
                 if refused.code == "behind" and leader.key not in told and await self._tell_record(leader):
                     told.add(leader.key)
                     continue
@@ -200,7 +200,7 @@ class StageLeads:
             except (LinkError, RemoteError) as error:
                 logger.log(level, "step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
                 self._exclude(stage, leader)
-                await self._strike_silent(stage, level)
+                await self._exclude_silent(stage, level)
             else:
                 lead.excluded |= {x.key: x for x in reply.excluded}
                 self._leadership.lost.discard(stage)
@@ -250,7 +250,7 @@ class StageLeads:
     async def _average(
         self, step: int, stage: int, seals: tuple[m.Seal, ...], attempts: tuple[m.Attempt, ...]
     ) -> m.StageResult | None:
-        """One stage's average, or None after striking whoever made it fail."""
+        """One stage's average, or None; then whoever made it fail is excluded."""
         leader = self.leader(stage)
         assert leader is not None
         request = m.AllReduce(
@@ -266,7 +266,7 @@ class StageLeads:
         except (LinkError, RemoteError) as error:
             logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
             self._exclude(stage, leader)
-            await self._strike_silent(stage)
+            await self._exclude_silent(stage)
             return None
         if reply.result is None:
             logger.info("step %d, stage %d: no average: %s", step, stage, reply.reason)

@@ -1,4 +1,4 @@
-"""A stage leader's helpers: aggregators that announce themselves, asked for each attempt if they would reduce a part of it.
+"""A stage leader's auxiliaries: aggregators that announce themselves, asked for each attempt if they would reduce a part of it.
 
 Owns what the leader knows of them. No step waits long or fails twice for their sake: they are asked while the ledgers are
 collected, those that do not answer soon are left out for a while, and so are those that an attempt failed with, which is
@@ -112,30 +112,32 @@ class Auxiliaries:
 
     # ------------------------------------------------------------------------------------------------ judging
 
-    def judge(self, step: int, helpers: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool) -> bool:
+    def judge(
+        self, step: int, auxiliaries: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool
+    ) -> bool:
         """What an attempt of `step` says of the auxiliaries that helped; True if it failed for their sake.
 
         Then it is made again, also if some members hold the average: none is left out for an auxiliary's sake.
 
         Args:
             step: if its attempt failed, the next ones go on without.
-            helpers: that took part.
+            auxiliaries: that took part.
             suspects: how often each was suspected, members and auxiliaries alike; between these, auxiliaries are to blame,
                 and also where nobody is suspected: they can be done without.
             everyone_holds: every member holds the average.
         """
-        if not helpers:
+        if not auxiliaries:
             return False
         most = max(suspects.values(), default=0)
         if most:
-            failed = [x for x in helpers if suspects[x.key] == most]
+            failed = [x for x in auxiliaries if suspects[x.key] == most]
         else:
-            failed = [] if everyone_holds else list(helpers)
-        for helper in helpers:
-            if helper in failed:
-                self._leave_out(helper, f"an attempt of step {step} suffered from it")
+            failed = [] if everyone_holds else list(auxiliaries)
+        for auxiliary in auxiliaries:
+            if auxiliary in failed:
+                self._leave_out(auxiliary, f"an attempt of step {step} suffered from it")
             elif everyone_holds:
-                self._out.pop(helper.peer, None)
+                self._out.pop(auxiliary.peer, None)
         if not everyone_holds:
             self._step_without = step
         return bool(failed) and not everyone_holds

@@ -64,12 +64,12 @@ class Checkpoints:
             self._write_soon(self._committed.versions.state(), None)
 
     async def _on_evaluated(self, message: m.Evaluated, frame: Frame, progress: Progress) -> m.Ack:
-        """Nothing trains during an evaluation, so the head it was of is the newest."""
+        """Nothing trains during an evaluation, so the version that it was of is the newest."""
         committed = self._committed
         async with committed.settled():
             record = committed.record
             if record is None or record.version_id != message.version_id:
-                raise Refuse("ahead", "this peer is at another head", record=record)
+                raise Refuse("ahead", "this peer is at another version", record=record)
             if math.isfinite(message.loss) and self._writes(record):
                 self._write_soon(committed.versions.state(), message.loss)
         return m.Ack()

@@ -184,7 +184,7 @@ class MicroBatchServer:
             if version is not None and (committed.up_to_date or context.config.delay_steps):
                 base = context.config.base_step(message.ticket.step)
                 if message.mode == "train" and version.num_commits != base:
-                    raise Refuse("bad_request", f"step {message.ticket.step} does not build on this head")
+                    raise Refuse("bad_request", f"step {message.ticket.step} does not build on this version")
                 return version
             if committed.is_copying:
                 raise Refuse("busy", "this peer copies the average of the last step")
@@ -217,13 +217,13 @@ class MicroBatchServer:
             forward = await self._executor.run(
                 lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
             )
-            activation, sent, worked_forward = forward.value
+            activation, sent, forward_time = forward.value
             work.queue_s += forward.queue_s
             work.move("sent")
             below: HopResult | None = None
             if not self._compute.last:  # the last stage goes on without waiting for its device
                 with member.at_work.beside("forward"):
-                    await self._device.complete(sent, worked_forward)
+                    await self._device.complete(sent, forward_time)
                 self._sent_bytes = sum(spec.num_bytes for spec, _ in sent.payload)
                 below = await self._downstream(work, sent.payload, progress)
                 await asyncio.wait([claim], timeout=request_s)
@@ -232,12 +232,12 @@ class MicroBatchServer:
             backward = await self._executor.run(
                 lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD, kind
             )
-        answer, added, told, worked_backward = backward.value
+        answer, added, told, backward_time = backward.value
         with member.at_work.beside(kind):
-            await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
-        work.forward_s = forward.run_s if worked_forward.seconds is None else worked_forward.seconds
-        work.backward_s = backward.run_s if worked_backward.seconds is None else worked_backward.seconds
-        if worked_forward.seconds is not None:  # the compute thread has only told its device what to do
+            await self._device.complete(sent, forward_time, answer, added, told, backward_time)
+        work.forward_s = forward.run_s if forward_time.seconds is None else forward_time.seconds
+        work.backward_s = backward.run_s if backward_time.seconds is None else backward_time.seconds
+        if forward_time.seconds is not None:  # the compute thread has only told its device what to do
             self._executor.times.note("forward", work.forward_s)
             self._executor.times.note(kind, work.backward_s)
         work.queue_s += backward.queue_s

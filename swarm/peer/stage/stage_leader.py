@@ -102,7 +102,7 @@ class StageLeader:
         except (LinkError, RemoteError) as error:
             self._exclude(book, holder, str(error))
             if isinstance(error, LinkError):
-                await self._strike_silent(book)
+                await self._exclude_silent(book)
             return
         if reply.held:
             book.mark_held(index, holder)
@@ -113,7 +113,7 @@ class StageLeader:
         freed = book.exclude(holder)
         logger.info("step %d: %s excluded, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
 
-    async def _strike_silent(self, book: ClaimBook) -> None:
+    async def _exclude_silent(self, book: ClaimBook) -> None:
         """One holder does not answer, and others may be gone with it: all are looked at at once, not one for each ticket."""
         me, presence = self._context.me.key, self._context.link.presence
         others = [x for x in book.members.values() if x.key not in book.excluded and x.key != me]
@@ -204,7 +204,7 @@ class StageLeader:
         progress.follow(lambda: self._context.background.finished)
         targets = [seal.member for seal in message.seals]
         offers = await self._auxiliaries.offers(message.attempt)
-        shares, helpers = self.shares.of(
+        shares, auxiliaries = self.shares.of(
             message.seals,
             self._context.compute.layout.num_elements,
             offers,
@@ -218,9 +218,9 @@ class StageLeader:
             attempt=message.attempt,
             seals=message.seals,
             shares=shares,
-            num_chunks=num_chunks_of(None if helpers else self._round_s),
+            num_chunks=num_chunks_of(None if auxiliaries else self._round_s),
             attempts=message.attempts,
-            auxiliaries=helpers,
+            auxiliaries=auxiliaries,
         )
         began = asyncio.get_running_loop().time()
         replies = await self._reduce_all(request, targets, progress)
@@ -230,9 +230,9 @@ class StageLeader:
         stalled: list[m.Member] = []
         squares = 0.0
         tied: m.TiedDigests = ()
-        for target, reply in zip((*targets, *helpers), replies, strict=True):
+        for target, reply in zip((*targets, *auxiliaries), replies, strict=True):
             if isinstance(reply, m.Reduced):
-                if reply.sum_digest and target not in helpers:
+                if reply.sum_digest and target not in auxiliaries:
                     holders.setdefault(reply.sum_digest, []).append(target)
                     squares, tied = reply.sum_squares, reply.tied
                 suspects.update(x.key for x in reply.suspects)
@@ -250,7 +250,7 @@ class StageLeader:
             self._round_s = asyncio.get_running_loop().time() - began
         if not suspects and not everyone_holds:
             suspects.update(x.key for x in stalled)
-        for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, everyone_holds=everyone_holds)
+        for_their_sake = self._auxiliaries.judge(message.step, auxiliaries, suspects, everyone_holds=everyone_holds)
         if len(holders) == 1 and not for_their_sake:
             digest, who = next(iter(holders.items()))
             result = stage_result(message.attempt, message.seals, digest, squares, tuple(who), tied=tied)

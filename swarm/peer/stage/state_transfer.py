@@ -1,4 +1,4 @@
-"""State of a stage from one peer to another: a snapshot pinned at a head, served in ranges, verified by digest.
+"""State of a stage from one peer to another: a snapshot pinned at a version, served in ranges, verified by digest.
 
 A version's tensors are never modified, so a pin is a reference: it copies nothing and locks nothing. Owns pins and
 downloads; must not decide when a peer needs state (`membership` does).
@@ -292,7 +292,7 @@ class _Incoming:
 
 
 async def download(context: StageContext, donors: Sequence[m.Member], *, min_step: int) -> StageState:
-    """A verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same head.
+    """A verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same version.
 
     Raises:
         RemoteError: none of them gave one; says what each answered.

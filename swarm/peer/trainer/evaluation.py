@@ -1,4 +1,4 @@
-"""Evaluation by a trainer: the mean loss over the held-out samples at one head. Must not know tickets' leases."""
+"""Evaluation by a trainer: the mean loss over the held-out samples at one version. Must not know tickets' leases."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-#: Tries for a batch before the evaluation is given up.
-MAX_TRIES = 20
+#: A batch is sent so often before the evaluation is given up.
+MAX_ATTEMPTS = 20
 
 
 class Evaluator:
@@ -33,7 +33,7 @@ class Evaluator:
         async def one(number: int, batch: BatchLike) -> tuple[float, int]:
             tensors, buffers = payload_of(batch)
             async with limit:
-                for attempt in range(MAX_TRIES):
+                for attempt in range(MAX_ATTEMPTS):
                     try:
                         trained = await self._route_trips.evaluate(
                             Ticket(record.step + 1, number), record.version_id, tensors, buffers

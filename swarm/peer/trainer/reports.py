@@ -119,7 +119,7 @@ class TicketReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token on the held-out samples, at the head after `step` commits."""
+    """Mean loss in nats per token on the held-out samples, at the version after `step` commits."""
 
     step: int
     version_id: str

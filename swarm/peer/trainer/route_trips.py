@@ -1,4 +1,4 @@
-"""One micro-batch's pass along one route, from stage 0 and back: what the trainer's wiring learns from it.
+"""Sends one micro-batch along one route, from stage 0 and back, and tells the trainer's wiring what that took.
 
 Owns the request and the reports to the wiring. Must not know leases, retries or steps.
 """
@@ -49,9 +49,9 @@ class RouteTrips:
         """Forward and backward.
 
         Args:
-            ticket, head: of the micro-batch, and of the parameters that it uses.
+            ticket, version_id: of the micro-batch, and of the parameters that it uses.
             tensors, buffers: its samples.
-            downstream: who served each stage in the last try; asked first, and brought up to date.
+            downstream: who served each stage the last time; asked first, and brought up to date.
             avoid: peers that are asked last.
             with_norms: the stages tell the norms of what they compute.
 
@@ -119,7 +119,7 @@ class RouteTrips:
                 raise RemoteError(f"all that may be tried now: {refused}") from None
             if refused.code == "no_candidate" and stage is not None and stage < len(route):
                 for candidate in route[stage]:
-                    self._link.presence.doubt(candidate, "the stage before could not use it")
+                    self._link.presence.suspect(candidate, "the stage before could not use it")
             raise
         except Refuse as refused:  # every candidate of stage 0 failed
             if refused.code == "failed_everywhere" and self.wiring.is_whole(route, 0):
@@ -136,7 +136,7 @@ class RouteTrips:
             for peer, _ in hop.failed:
                 failed(hop.stage, peer, context.config.timing.stall_s if peer in hop.stalled else 0.0)
                 for member in [x for x in route[hop.stage] if x.peer == peer]:
-                    self._link.presence.doubt(member, "the stage before could not use it")
+                    self._link.presence.suspect(member, "the stage before could not use it")
         return route, result
 
 

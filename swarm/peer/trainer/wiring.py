@@ -75,7 +75,7 @@ class Wiring:
         )
 
     async def settled(self) -> None:
-        """While all of a stage are in doubt, and some of them not looked at yet, nobody of it can be chosen."""
+        """While all of a stage are suspected, and some of them not looked at yet, nobody of it can be chosen."""
         liveness = self._presence.liveness
         while any(len(liveness.silent(members)) < len(members) == len(liveness.doubted(members)) for members in self._members):
             await self._presence.look_ended()

@@ -68,7 +68,7 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
         await simulation.close()
 
     run_virtual(main())
-    assert "going on from an earlier head than that of step " in caplog.text
+    assert "going on from an earlier version than that of step " in caplog.text
     said = [r.getMessage() for r in caplog.records if r.name == "swarm.peer.stage.membership" and "not listed" in r.getMessage()]
     assert said == [
         "stage 1: this peer is not listed yet; the run waits for a live member of stage 1; "
@@ -347,7 +347,7 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
     assert len(lines) == len(set(lines)) == (1 if first == 4 else 2)
     assert all("step-00000004/parameters.safetensors is damaged" in line for line in lines)
     resumed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("going on")]
-    how = "going on" if first == 4 else "going on from an earlier head than that of step 4"
+    how = "going on" if first == 4 else "going on from an earlier version than that of step 4"
     assert resumed == [f"{how}: step {first} is the newest that every stage holds"]
 
 

@@ -116,4 +116,4 @@ def test_what_a_live_run_cannot_give_is_named() -> None:
 
     early, late = run_virtual(main())
     assert early == "the run has not begun: there is nothing to export yet"
-    assert late.startswith("the stages did not offer one head within 5 s; stage 1: ")
+    assert late.startswith("the stages did not offer one version within 5 s; stage 1: ")

@@ -11,7 +11,7 @@ PeerId = str
 #: 16 hex digits drawn at each process start.
 Incarnation = str
 #: 64 hex digits: names one version of the whole model.
-Head = str
+VersionId = str
 #: 64 hex digits: hash of the run's configuration bytes.
 RunId = str
 

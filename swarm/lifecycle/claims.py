@@ -17,7 +17,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`granted`, `denied` for good, or `conflict`: ask `holder` to give its unused claim back first."""
+    """The answer to a claim: `granted`, `denied` for good, or `conflict`: ask `holder` to give its unused claim back first."""
 
     verdict: Literal["granted", "denied", "conflict"]
     reason: str = ""
@@ -68,7 +68,7 @@ class ClaimBook:
                 self._overflowed.setdefault(index, set()).add(seal.member.key)
 
     def ask(self, member: Member, index: int) -> Answer:
-        """One member asks for one ticket."""
+        """Answer the claim of one member on one ticket."""
         if not self.is_collected:
             return Answer("denied", "the ledgers are being collected")
         if member.key not in self.members:
@@ -88,12 +88,12 @@ class ClaimBook:
         return Answer("conflict", "claimed by another member", self.members[holder])
 
     def give_back(self, index: int, holder: Member) -> None:
-        """`holder` gave its unused claim back."""
+        """Note that `holder` gave its unused claim back."""
         if self._holder.get(index) == holder.key and index not in self._ledgered:
             del self._holder[index]
 
     def mark_held(self, index: int, holder: Member) -> None:
-        """`holder` said that the ticket is in its ledger."""
+        """Note that `holder` said that the ticket is in its ledger."""
         if self._holder.get(index) == holder.key:
             self._ledgered.add(index)
 

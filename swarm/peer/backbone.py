@@ -23,7 +23,7 @@ DRAIN_S = 8.0
 
 
 class Backbone:
-    """Serves until stopped.
+    """Bootstraps newcomers and perhaps coordinates, until it is stopped.
 
     Args:
         context: who this peer is.
@@ -44,6 +44,7 @@ class Backbone:
 
     @property
     def record(self) -> m.CommitRecord | None:
+        """The newest record, while this peer coordinates."""
         return self.election.coordinator.record if self.election.coordinator is not None else None
 
     def _status(self) -> m.StatusReply:
@@ -77,6 +78,7 @@ class Backbone:
         )
 
     async def start(self) -> None:
+        """Serve, join the DHT and stand for election."""
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
@@ -85,10 +87,11 @@ class Backbone:
             self._tasks.start(self.aggregator.announce_loop(), "announce aggregator")
 
     def stop(self) -> None:
+        """End `run`."""
         self._stopped.set()
 
     async def run(self) -> None:
-        """Until `stop`.
+        """Wait for `stop`.
 
         Raises:
             SwarmError: a part of the peer failed.
@@ -96,6 +99,7 @@ class Backbone:
         await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
+        """End the steps that this peer coordinates and the averages that it helps with, within a bound, and go."""
         until = asyncio.get_running_loop().time() + DRAIN_S
         await self.election.retire(until)
         if self.aggregator is not None:

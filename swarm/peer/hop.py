@@ -35,7 +35,7 @@ class HopResult:
 
 
 def _living(link: Link, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Those that are not known to be silent; all if nobody else is left, for the stage before them may reach them."""
+    """Return those that are not known to be silent; all if nobody else is left, for the stage before them may reach them."""
     silent = link.presence.liveness.silent(x.key for x in members)
     return tuple(x for x in members if x.key not in silent) or members
 

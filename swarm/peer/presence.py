@@ -28,7 +28,7 @@ STILL_PART = 0.25
 
 
 class _Counted(Progress):
-    """What one call moved, and whoever waits for it counts too."""
+    """Counts what one call moved; whoever waits for it counts too."""
 
     def __init__(self, counted: Progress | None) -> None:
         super().__init__(among=counted)
@@ -49,7 +49,7 @@ class _Call:
 
 
 class Presence:
-    """One peer's view of who is there.
+    """Knows which peers are there, as far as one peer can tell.
 
     Args:
         status_of: asks a peer how it is; raises as `Link.ask`.
@@ -70,7 +70,7 @@ class Presence:
         self._looked = asyncio.Event()
 
     def failed(self, member: Member, error: LinkError) -> None:
-        """A call to `member` failed."""
+        """Note that a call to `member` failed."""
         now, reason = asyncio.get_running_loop().time(), f"{type(error).__name__}: {error}"[:300]
         if isinstance(error, Unreachable):
             self.liveness.fell_silent(member, reason, now=now)
@@ -79,16 +79,16 @@ class Presence:
         self._woken.set()
 
     def suspect(self, member: Member, reason: str) -> None:
-        """Somebody else could not use `member`: it is looked at."""
+        """Have `member` looked at, which somebody else could not use."""
         self.liveness.doubt(member, reason, now=asyncio.get_running_loop().time())
         self._woken.set()
 
     def heard(self, member: Member) -> None:
-        """It did what was asked of it, or others say so."""
+        """Note that `member` did what was asked of it, or that others say so."""
         self.liveness.answered(member.key, now=asyncio.get_running_loop().time())
 
     async def look(self, member: Member) -> bool:
-        """Does this incarnation answer at its address?"""
+        """Tell whether this incarnation answers at its address."""
         task = self._begin_look(member)
         await asyncio.wait([task])
         return not task.cancelled() and task.result()
@@ -122,7 +122,7 @@ class Presence:
         return not reason
 
     async def watched(self, member: Member, call: Callable[[Progress], Awaitable[Frame]], progress: Progress | None) -> Frame:
-        """The result of `call` to `member`, whose patience is long.
+        """Return the result of `call` to `member`, whose patience is long.
 
         Raises:
             LinkBroken: it stood still, and `member` did not answer a look.
@@ -153,13 +153,13 @@ class Presence:
                 call.scope.reschedule(now)
 
     async def look_ended(self) -> None:
-        """Until somebody was looked at; for so long at most as a look takes."""
+        """Wait until somebody was looked at; for so long at most as a look takes."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._look_s):
                 await self._looked.wait()
 
     async def answering(self, members: Sequence[Member]) -> list[Member]:
-        """Those of `members` that answer now, in the same order."""
+        """Return those of `members` that answer now, in the same order."""
         answers = await asyncio.gather(*(self.look(member) for member in members))
         return [member for member, answers_now in zip(members, answers, strict=True) if answers_now]
 
@@ -196,7 +196,7 @@ class Candidates:
         self._tried: list[Member] = []
 
     async def next(self, also: Sequence[Member] = ()) -> Member | None:
-        """Whom to ask now; None if nobody is left. A call to the one before has failed, by its own or by the link's fault.
+        """Return whom to ask now; None if nobody is left. A call to the one before has failed, by its own or by the link's fault.
 
         When the others are looked at, those of `also` that are not silent are, too.
         """
@@ -214,6 +214,6 @@ class Candidates:
         return self._tried[-1]
 
     def left_out(self) -> list[tuple[Member, str]]:
-        """Who was not tried, and why not."""
+        """Return who was not asked, and why not."""
         tried = {x.key for x in self._tried}
         return [(x, self._presence.liveness.why(x.key) or "not asked") for x in self._members if x.key not in tried]

@@ -25,30 +25,32 @@ LAST_AGAIN_S = 120.0
 
 
 def in_words(stages: Sequence[int]) -> str:
+    """Return what the run waits for while nobody serves `stages`."""
     names = ", ".join(map(str, stages))
     return f"a live member of stage{'s' if len(stages) > 1 else ''} {names}: without one no coordinator is elected"
 
 
 class BackOff:
-    """How long a candidate waits between candidacies that fail for one reason."""
+    """Tells how long a candidate waits between candidacies that fail for one reason."""
 
     def __init__(self) -> None:
         self._reason = ""
         self._again_s = FIRST_AGAIN_S
 
     def failed(self, reason: str = "") -> float:
-        """The most seconds to wait now; a reason that says nothing is as the one before."""
+        """Return the most seconds to wait now; an empty reason is the same as the one before."""
         if reason and reason != self._reason:
             self._reason, self._again_s = reason, FIRST_AGAIN_S
         again_s, self._again_s = self._again_s, min(LAST_AGAIN_S, 2 * self._again_s)
         return again_s
 
     def forget(self) -> None:
+        """Begin with short waits again."""
         self._reason, self._again_s = "", FIRST_AGAIN_S
 
 
 async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[Key]]:
-    """Announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
+    """Return the announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
 
     async def ask(member: m.Member) -> m.StatusReply | None:
         try:
@@ -77,14 +79,15 @@ class Candidacy:
         self.waiting_for = in_words(missing)
 
     async def on_lease(self, message: m.Lease) -> m.Leased:
-        """Nothing to do; held open for a while as by a coordinator that has none."""
+        """Answer a trainer: there is nothing to do. It is held open for a while, as by a coordinator that has no tickets."""
         if message.want and not message.leaving:
             await asyncio.sleep(self._coordinator_s / 3)
         return m.Leased(ballot=self.ballot, waiting_for=self.waiting_for)
 
     def on_join(self) -> m.Joining:
+        """Answer a stage peer that wants to be listed: it has to wait."""
         return m.Joining(waiting_for=self.waiting_for)
 
     def on_place(self) -> m.Placed:
-        """A newcomer is needed where nobody is."""
+        """Send a newcomer where nobody is."""
         return m.Placed(stage=self.missing[0], reason=f"stage {self.missing[0]} has nobody")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
+from itertools import pairwise
 from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError
@@ -74,14 +75,17 @@ class Coordinator:
 
     @property
     def ballot(self) -> Ballot:
+        """The ballot of this leadership."""
         return self._leadership.ballot
 
     @property
     def record(self) -> m.CommitRecord | None:
+        """The newest record; None before the run has begun."""
         return self._leadership.record
 
     @property
     def waiting_for(self) -> str:
+        """What the run waits for, in words."""
         return self._leadership.waiting_for
 
     @property
@@ -123,7 +127,7 @@ class Coordinator:
         return operated
 
     async def on_join(self, message: m.Join) -> m.Joining:
-        """A stage peer wants to be listed in the next record, or to leave."""
+        """Note that a stage peer wants to be listed in the next record, or to leave."""
         if message.stage >= self._config.num_stages:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
         own_reason = ""
@@ -136,7 +140,7 @@ class Coordinator:
         return m.Joining(waiting_for=(own_reason or self.waiting_for)[:2000])
 
     def on_place(self, message: m.Place) -> m.Placed:
-        """A newcomer asks which stage it should serve; whoever asks next finds it there."""
+        """Tell a newcomer which stage it should serve; whoever asks next finds it there."""
         listed = self.record.members if self.record is not None else ((),) * self._config.num_stages
         return self.rebalancing.place(message, listed, self.next_members.coming)
 
@@ -179,7 +183,7 @@ class Coordinator:
                 await self._or_set_back(self._end_step(step))
 
     async def _watch_over_the_end(self) -> None:
-        """No step follows in which it would show that nobody holds what the last one made.
+        """Look after the last step: no other follows in which it would show that nobody holds what the last one made.
 
         Raises:
             StageLost: those who should do not.
@@ -188,7 +192,7 @@ class Coordinator:
         self.next_members.require_state()
 
     async def survey(self) -> None:
-        """For the whole leadership, also once the run is finished: who was cut off meanwhile still waits for its last record."""
+        """Tell the newest record to those who were cut off meanwhile, for the whole leadership, also once the run is finished."""
         await self._lineage.survey_loop(lambda: self.next_members.joining)
 
     async def _begin(self) -> None:
@@ -216,7 +220,7 @@ class Coordinator:
         await self._publish(record, ())
 
     async def _recover(self) -> None:
-        """After an election: ask the members what they hold of the open steps, so that nothing is computed twice."""
+        """Ask the members, after an election, what they hold of the open steps, so that nothing is computed twice."""
         if self.ballot.counter > 1:
             with self.leasing.recovering():
                 for step, pool in self.leasing.pools.items():
@@ -245,9 +249,9 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ one step
 
     async def _end_step(self, step: int) -> None:
-        """From open tickets to the commit record: collect, seal, average, decide; any failure raises the attempt.
+        """Take `step` from open tickets to its record: collect, seal, average, decide; any failure raises the attempt.
 
-        None of it where an operator stops the run while it is paused before `step`.
+        Nothing is done if an operator stops the run while it is paused before `step`.
         """
         leadership, pool = self._leadership, self._pool(step)
         all_tickets = set(range(self._config.tickets_per_step))
@@ -256,7 +260,7 @@ class Coordinator:
             await self._collect_tickets(step)
             if self._operating.is_stopped:
                 return
-            complete_at = leadership.now
+            times = [leadership.now]
             leadership.tell_waiting(f"seals of step {step}")
             gathered = await self._leads.gather_all(step, freeze=True)
             coverages = [coverage_of(seals) for seals in gathered]
@@ -266,10 +270,10 @@ class Coordinator:
                 reopened += 1
                 for coverage in coverages:
                     for index, peers in coverage.unconfirmed.items():
-                        pool.avoid[index] = pool.avoid.get(index, frozenset()) | peers
+                        pool.avoid_peers(index, peers)
                 excluded = frozenset(x.peer for x in self._leads.excluded())
                 for index in missing:
-                    pool.avoid[index] = pool.avoid.get(index, frozenset()) | excluded
+                    pool.avoid_peers(index, excluded)
                 await self._leads.gather_all(step, freeze=False)
                 pool.free(missing)
                 await leadership.notify()
@@ -277,25 +281,21 @@ class Coordinator:
             for peer in sorted({peer for coverage in coverages for peer in coverage.blamed}):
                 logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
             leadership.tell_waiting(f"averages of step {step}")
-            sealed_at = leadership.now
+            times.append(leadership.now)
             results = await self._leads.average_all(step, gathered)
             if results is None or not self._leads.have_enough(results):
                 reopened += 1
                 await leadership.wait(0.05)
                 continue
-            averaged_at = leadership.now
+            times.append(leadership.now)
             await self._commit(results, reopened=reopened)
-            logger.debug(
-                "step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s",
-                step,
-                sealed_at - complete_at,
-                averaged_at - sealed_at,
-                leadership.now - averaged_at,
-            )
+            seconds = [end - begin for begin, end in pairwise((*times, leadership.now))]
+            logger.debug("step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s", step, *seconds)
             return
 
     def _pool(self, step: int) -> TicketPool:
-        """
+        """Return the tickets of `step`.
+
         Raises:
             Demoted: this coordinator leaves, and does not begin `step` any more.
         """
@@ -305,7 +305,7 @@ class Coordinator:
         return pool
 
     async def _collect_tickets(self, step: int) -> None:
-        """Until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire meanwhile."""
+        """Wait until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire."""
         leadership, leasing = self._leadership, self.leasing
         while not self._operating.is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
             leadership.tell_waiting("an operator: the run is paused" if leasing.paused else f"tickets of step {step}")
@@ -345,7 +345,7 @@ class Coordinator:
         await self._publish(record, self._leads.excluded())
 
     def _tell_of_unsaved(self, record: m.CommitRecord) -> None:
-        """Where no member of a stage keeps checkpoints, those of the others are of no use; said once, until it is others."""
+        """Warn once of stages that nobody keeps checkpoints of: those of the others are of no use then."""
         if is_checkpoint_due(self._config, record):
             unsaved = [k for k in range(self._config.num_stages) if not checkpoint_writers(self._config, record, k)]
             if unsaved not in ([], self._unsaved):

@@ -108,7 +108,7 @@ class Election:
             self.changed.set()
 
     async def run(self) -> None:
-        """Watch and stand until this peer retires."""
+        """Watch the coordinator, and stand when there is none, until this peer retires."""
         silent = 0
         while not self._retiring:
             now = asyncio.get_running_loop().time()
@@ -164,7 +164,7 @@ class Election:
         await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
     async def _find(self, *, above: Ballot | None = None) -> bool:
-        """Is there a live coordinator, or a candidate that waits for a stage?
+        """Look for a live coordinator, or a candidate that waits for a stage; True if there is one.
 
         The last known one is asked first, then those in the DHT.
 

@@ -68,7 +68,7 @@ class Leadership:
         return self.record
 
     def take(self, record: m.CommitRecord) -> None:
-        """`record` is the newest from here on."""
+        """Note that `record` is the newest from here on."""
         self.record = record
         self.checkpoint_record.note(record)
         self.records.append(record)
@@ -94,15 +94,15 @@ class Leadership:
         self.check()
 
     def tell_waiting(self, reason: str) -> None:
-        """From here on the run waits for `reason`, as whoever asks is told."""
+        """Note that the run waits for `reason` from here on, as whoever asks is told."""
         self.waiting_for = reason
 
     def meet_rival(self, record: m.CommitRecord) -> None:
-        """Somebody follows `record`, which is newer and not of this lineage: whoever waits in this leadership learns of it."""
+        """Note that somebody follows `record`, which is newer and not of this lineage: whoever waits here learns of it."""
         self.rival = record
 
     def rival_is_settled(self) -> None:
-        """It is known which of the two lineages goes on."""
+        """Note that it is known which of the two lineages goes on."""
         self.rival = None
 
     def demote(self, reason: str) -> None:
@@ -110,7 +110,7 @@ class Leadership:
         self._demoted = Demoted(reason)
 
     def check(self) -> None:
-        """Go on, if this leadership stands.
+        """Return if this leadership stands.
 
         Raises:
             Demoted, Rivalry: this leadership is over, or another lineage may go on.

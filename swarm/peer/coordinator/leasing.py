@@ -50,7 +50,7 @@ class Leasing:
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
-        """A block in which a new coordinator collects the ledgers of the open steps: nothing is leased until it ends."""
+        """Lease nothing until the block ends, in which a new coordinator collects the ledgers of the open steps."""
         self._recovering = True
         try:
             yield
@@ -58,11 +58,11 @@ class Leasing:
             self._recovering = False
 
     def leaders_are_looked_at(self) -> None:
-        """Whether a leader is gone is found out now."""
+        """Note that it is being found out now whether a leader is gone."""
         self.is_uncertain = False
 
     def open_pools(self) -> None:
-        """One pool for each step whose tickets may be computed on the newest record; others are closed."""
+        """Keep one pool for each step whose tickets may be computed on the newest record."""
         config, commits = self._leadership.config, self._leadership.newest.step + 1
         steps = range(commits, min(commits + config.delay_steps + 1, config.total_steps))
         if self._closing:
@@ -83,14 +83,14 @@ class Leasing:
             self.evaluation_due = step
 
     def lost(self, tickets: Iterable[Ticket]) -> None:
-        """The peer that held these has gone with them: they are leased again now, not after the next seal."""
+        """Lease the tickets again now, not after the next seal: the peer that held these has gone with them."""
         for step, index in tickets:
             if step in self.pools and index < self.pools[step].num_tickets:
                 self.pools[step].free([index])
                 self.is_uncertain = True
 
     async def on_lease(self, message: m.Lease) -> m.Leased:
-        """A trainer reports and asks; held open for a while if there is nothing to tell."""
+        """Answer a trainer that reports and asks; it is held open for a while if there is nothing to tell."""
         if self._leadership.config.data_digest and message.data_digest != self._leadership.config.data_digest:
             raise Refuse("bad_request", "the trainer's data differ from the run's")
         trainer, now = message.trainer.key, self._leadership.now

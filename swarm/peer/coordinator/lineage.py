@@ -66,7 +66,7 @@ class Lineage:
     async def starting_record(
         self, peers: list[list[m.Member]], *, era: int, waited_s: float
     ) -> tuple[m.CommitRecord | None, str]:
-        """The record to go on from: the newest version that the peers hold complete, else the initial values.
+        """Find the record to go on from: the newest version that the peers hold complete, else the initial values.
 
         Args:
             peers: of each stage, all of whom become members; those that do not hold the version are not ready.
@@ -138,7 +138,7 @@ class Lineage:
         return _Holdings(records, known, stages, initialised, damaged, saved)
 
     def _obstacle(self, peers: list[list[m.Member]], held: _Holdings, best: Holding | None, waited_s: float) -> str:
-        """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
+        """Tell why the run should not go on with what is held, for which it has waited so long; "" if it may.
 
         Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer version from their disks: for as
         long if the run can go on from an older one, else without end. Nor does it begin again if records tell that every stage
@@ -189,7 +189,7 @@ class Lineage:
         return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"
 
     async def _holdings(self, stage: int, member: m.Member) -> m.Held | None:
-        """What it holds; None if it does not say."""
+        """Ask a peer what it holds; None if it does not say."""
         try:
             request = m.Holdings(run=self._leadership.context.run, stage=stage)
             held, _ = await self._leadership.link.ask(member, request, m.Held)
@@ -200,7 +200,7 @@ class Lineage:
             return None
 
     async def _live_peers(self) -> list[list[m.Member]]:
-        """Announced peers of every stage that answer and serve it; one that has moved may still be announced elsewhere."""
+        """Return the announced peers of every stage that answer and serve it; one that has moved may be announced elsewhere."""
 
         async def live(stage: int, member: m.Member) -> m.Member | None:
             try:
@@ -214,7 +214,7 @@ class Lineage:
         return [[x for x in stage if x is not None] for stage in answers]
 
     async def set_back(self) -> m.CommitRecord:
-        """A stage was lost: the newest version that is complete over all stages, once each has a live peer.
+        """Find, when a stage was lost, the newest version that is complete over all stages, once each has a live peer.
 
         Raises:
             Demoted, Rivalry: this coordinator has nothing to decide any more.
@@ -247,7 +247,7 @@ class Lineage:
         return record
 
     async def settle(self, rival: m.CommitRecord) -> m.CommitRecord:
-        """Two lineages met. One that lacks a live holder of some stage loses; else the newer record wins, which is `rival`.
+        """Decide between two lineages: one that lacks a live holder of some stage loses; else the newer record wins, `rival`.
 
         Returns:
             The record with which this lineage goes on and replaces the other.
@@ -264,7 +264,7 @@ class Lineage:
         return restoring_record(mine, era=rival.era + 1, ballot=self._leadership.ballot, members=mine.members)
 
     async def _without_holder(self, record: m.CommitRecord) -> list[int]:
-        """Stages of which no member that `record` lists takes it: each is told, since one may not have heard of it yet.
+        """Return the stages where no listed member takes `record`: each is told, since one may not have heard of it yet.
 
         Who knows a newer one has gone on from a rival's record, or has left that of this lineage.
         """

@@ -56,7 +56,7 @@ class NextMembers:
     # ------------------------------------------------------------------------------------------------ what is asked for
 
     def join(self, stage: int, member: m.Member, version_id: str | None) -> str:
-        """`member`, which holds the state of `version_id`, asks to be listed, or asks again.
+        """Note that `member`, which holds the state of `version_id`, asks to be listed, or asks again.
 
         Returns:
             What keeps it from that, if anything does but the run.
@@ -101,7 +101,7 @@ class NextMembers:
             await self._leadership.notify()
 
     def leave(self, stage: int, member: m.Member) -> None:
-        """`member` goes once the step that is open has committed."""
+        """Note that `member` goes once the step that is open has committed."""
         record = self._leadership.record
         if record is not None and any(x.key == member.key for x in record.members[stage]):
             self._leaving.setdefault(member.key, record.step + 1 + self._leadership.config.delay_steps)
@@ -109,10 +109,12 @@ class NextMembers:
 
     @property
     def joining(self) -> Set[Key]:
+        """Peers that wait to be listed."""
         return self._joiners.keys()
 
     @property
     def leaving(self) -> Set[Key]:
+        """Members that go."""
         return self._leaving.keys()
 
     @property
@@ -139,7 +141,7 @@ class NextMembers:
             raise StageLost(f"no member of stages {stages} has held the state of step {step} for {lost_s:g} s")
 
     def _stages_without_state(self) -> list[int]:
-        """The stages where every member that is listed as ready is gone, or asks to join because it lacks the newest version.
+        """Find stages whose ready members all are gone, or ask to join because they lack the newest version.
 
         One that is gone asks for nothing, and must not keep the others waiting for what it held.
         """
@@ -164,25 +166,25 @@ class NextMembers:
         return self._leadership.now - self._last_join
 
     def gathered(self) -> list[list[m.Member]]:
-        """Who could begin the run, by stage."""
+        """Return who could begin the run, by stage."""
         self._forget_silent()
         met = [j for j in self._joiners.values() if j.is_met]
         return [[j.member for j in met if j.stage == k] for k in range(self._leadership.config.num_stages)]
 
     def began(self, record: m.CommitRecord) -> None:
-        """Who is listed in the first record need not be listed again."""
+        """Forget who is listed in the first record: they need not be listed again."""
         for key in [x.key for members in record.members for x in members]:
             self._joiners.pop(key, None)
 
     # ------------------------------------------------------------------------------------------------ the next record
 
     def committed(self, record: m.CommitRecord) -> None:
-        """Who is not listed any more has gone."""
+        """Forget those who left and are not listed any more."""
         listed = {x.key for xs in record.members for x in xs}
         self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
 
     def next_members(self, results: list[m.StageResult]) -> Members:
-        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was excluded goes."""
+        """Choose who is listed next, leaders first: holders of the average and joiners, but not who leaves or moves."""
         staying = [self._staying(stage, result) for stage, result in enumerate(results)]
         for move in self._leadership.newest.moves:
             held = any(x.key == move.member.key for x in results[move.source].holders)
@@ -214,7 +216,7 @@ class NextMembers:
             if now - joiner.seen > self._leadership.timing.record_ttl_s or key in present:
                 del self._joiners[key]
             elif joiner.is_met and not self._leads.is_excluded(stage, key):
-                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest version.
+                # A joiner is listed at once, and copies averages; it is ready, and waited for, once it holds the newest version.
                 ready = joiner.member.ready and joiner.version_id == record.version_id
                 staying.append(joiner.member.model_copy(update={"ready": ready}))
                 if ready:

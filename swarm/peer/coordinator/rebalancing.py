@@ -57,7 +57,7 @@ class Rebalancing:
         self.reason = "nothing was decided yet"
 
     def hear(self, stage: int, loads: tuple[m.Load, ...]) -> None:
-        """A leader handed on what the members of its stage have done so far."""
+        """Note what the members of a stage have done so far, as their leader handed it on."""
         for load in loads:
             place = (stage, load.member.key)
             self._loads[place] = load
@@ -66,7 +66,7 @@ class Rebalancing:
                 del self._before[place]
 
     def _since(self, place: tuple[int, Key]) -> m.Load | None:
-        """What a member did in this period."""
+        """Return what a member did in this period."""
         load, before = self._loads.get(place), self._before.get(place)
         if load is None or before is None:
             return load
@@ -78,7 +78,7 @@ class Rebalancing:
         )
 
     def _remember(self) -> None:
-        """What was measured in this period, for the next, and for peers that move or come back."""
+        """Keep what was measured in this period, for the next, and for peers that move or come back."""
         for stage, key in self._loads:
             done = self._since((stage, key))
             if done is None or not done.num_tickets:
@@ -91,7 +91,7 @@ class Rebalancing:
             self._measured.popitem(last=False)
 
     def swarm(self, members: Members) -> Swarm:
-        """What the policies look at."""
+        """Return what the policies look at."""
         return Swarm(
             [self._work(stage, xs) for stage, xs in enumerate(members)],
             [self._worker(stage, x) for stage, xs in enumerate(members) for x in xs],
@@ -125,7 +125,7 @@ class Rebalancing:
         )
 
     def place(self, message: m.Place, members: Members, coming: Iterable[tuple[int, m.Member]]) -> m.Placed:
-        """The best stage for a newcomer, with everyone who was placed before it and is not there yet.
+        """Choose the best stage for a newcomer, with everyone who was placed before it and is not there yet.
 
         Args:
             message: what the newcomer says of itself.
@@ -158,7 +158,7 @@ class Rebalancing:
         return m.Placed(stage=stage, reason=reason)
 
     def _expected_s(self, message: m.Place, workers: Iterable[Worker]) -> float | None:
-        """Seconds per ticket of a device that has computed none: those of the others, scaled by the benchmark of each."""
+        """Guess the seconds per ticket of a device that has computed none: those of the others, scaled by the benchmarks."""
         work = []
         for worker in workers:
             load = self._loads.get((worker.stage, worker.key))
@@ -167,7 +167,7 @@ class Rebalancing:
         return statistics.median(work) / message.flops_per_s if work and message.flops_per_s else None
 
     def decide(self, members: Members, leaving: set[Key]) -> tuple[m.Move, ...]:
-        """The moves of the record that lists `members`; none but once in a period, and none while others are under way."""
+        """Decide the moves of the record that lists `members`; none but once in a period, and none while others are under way."""
         now = self._leadership.now
         if not self._every_s or now - self._decided_at < self._every_s or self._leadership.newest.moves:
             return ()

@@ -28,7 +28,7 @@ MAX_DOUBLINGS = 8
 
 
 class Auxiliaries:
-    """Of one stage."""
+    """Asks aggregators for the leader of one stage."""
 
     def __init__(self, context: StageContext) -> None:
         self._context = context
@@ -66,13 +66,13 @@ class Auxiliaries:
         self._context.tasks.start(self._look(), "look for aggregators")
 
     async def offers(self, attempt: m.Attempt) -> list[m.Assisting]:
-        """Of those that agreed to help with the attempt `attempt`."""
+        """Return the offers of those that agreed to help with `attempt`."""
         if self._asking is None or self._asking[0] != attempt:
             return []
         return await self._asking[1]
 
     async def _look(self) -> None:
-        """For the next attempt: the DHT may take its time."""
+        """Find aggregators for the next attempt: the DHT may take its time."""
         found = await find_aggregators(self._context.link)
         stage = self._context.stage
         # The same order as long as the same are there, another one at each stage, so that stages spread over them.
@@ -115,7 +115,7 @@ class Auxiliaries:
     def judge(
         self, step: int, auxiliaries: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool
     ) -> bool:
-        """What an attempt of `step` says of the auxiliaries that helped; True if it failed for their sake.
+        """Blame the auxiliaries that an attempt of `step` suffered from; True if it failed for their sake.
 
         Then it is made again, also if some members hold the average: none is left out for an auxiliary's sake.
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """`checkpoint_copies` members of the stage write them (`checkpoint_writers`), and say so in their seals.
+    """Writes the checkpoints of one peer, which says so in its seals; `checkpoint_writers` of the stage write them.
 
     A disk that refuses is one error, which `on_refused` is told, and training goes on. So it does where a disk is slow: one
     checkpoint is under way, and of those that are due the newest waits, as does the best. A writer that leaves writes one more.
@@ -57,7 +57,7 @@ class Checkpoints:
         )
 
     def note(self, record: m.CommitRecord) -> None:
-        """`record` has been taken over: its state is written if that is due, and this peer is one of those who write it."""
+        """Write the state that `record` made, if that is due and this peer is one of those who write it."""
         if record.era != self._era:
             self._era, self.saved = record.era, ()
         if is_checkpoint_due(self._context.config, record) and self._writes(record):
@@ -75,7 +75,7 @@ class Checkpoints:
         return m.Ack()
 
     def write_newest(self) -> None:
-        """This peer goes, and perhaps all do: what has committed last is to be on disk, as if it were due now."""
+        """Write what has committed last, as if it were due now: this peer goes, and perhaps all do."""
         record = self._committed.record
         if (
             record is None
@@ -109,7 +109,7 @@ class Checkpoints:
             await self._write(*self._waiting.pop(min(self._waiting)))
 
     async def written(self) -> None:
-        """Return once all that is due is on disk, or refused."""
+        """Wait until all that is due is on disk, or refused."""
         if self._writer is not None:
             await asyncio.wait({self._writer})
 

@@ -12,7 +12,7 @@ from swarm.wire import messages as m
 
 
 class ClaimsClient:
-    """One member's outgoing claims. A claim that is denied or unanswered costs work, never correctness."""
+    """Asks for one member's claims. A claim that is denied or unanswered costs work, never correctness."""
 
     def __init__(self, context: StageContext, member: StageMember) -> None:
         self._context = context

@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 def _replaces(record: m.CommitRecord, known: m.CommitRecord) -> bool:
-    """Is `record`, the newer one, of another lineage or era, so that what was committed is not built upon?"""
+    """Tell whether `record`, the newer one, is of another lineage or era, so that what was committed is not built upon."""
     return not record.relists(known) and (record.era > known.era or record.step <= known.step)
 
 
 def _restores(record: m.CommitRecord, known: m.CommitRecord | None) -> bool:
-    """Is the state at `record` not made by a step from that of `known`, but found in memory or on disk?"""
+    """Tell whether the state at `record` is found in memory or on disk, and not made by a step from that of `known`."""
     return record.step == -1 or (_replaces(record, known) if known is not None else record.era > 0)
 
 
@@ -96,7 +96,7 @@ class CommittedState:
         context.link.register(m.Holdings, self._on_holdings)
 
     def succeed(self, before: CommittedState) -> None:
-        """What the same peer knew at another stage holds here."""
+        """Take over what the same peer knew at another stage."""
         self.record, self.discarded_steps = before.record, before.discarded_steps
 
     # ------------------------------------------------------------------------------------------------ what is known
@@ -127,30 +127,30 @@ class CommittedState:
         return self._sums.is_copying
 
     def listed(self) -> m.Member | None:
-        """This peer's entry in the newest record."""
+        """Return this peer's entry in the newest record."""
         if self.record is None:
             return None
         return next((x for x in self.record.members[self._context.stage] if x.key == self._context.me.key), None)
 
     def mates(self) -> list[m.Member]:
-        """Who else serves this stage."""
+        """Return who else serves this stage."""
         listed = self.record.members[self._context.stage] if self.record is not None else ()
         return [x for x in listed if x.ready and x.key != self._context.me.key]
 
     def listed_elsewhere(self) -> int | None:
-        """The stage at which the newest record lists this peer, if that is not the one it serves."""
+        """Return the stage at which the newest record lists this peer, if that is not the one it serves."""
         if self.record is None or self.listed() is not None:
             return None
         return next((k for k, xs in enumerate(self.record.members) if any(x.key == self._context.me.key for x in xs)), None)
 
     def hands_over(self, step: int) -> bool:
-        """This peer moves, and will not be here to seal `step`."""
+        """Tell whether this peer moves, and will not be here to seal `step`."""
         record = self.record
         return record is not None and step > record.step + 1 and any(x.member.key == self._context.me.key for x in record.moves)
 
     @contextlib.asynccontextmanager
     async def settled(self) -> AsyncIterator[None]:
-        """A block that begins once all that was learned has been taken over: the record and the state belong together there.
+        """Begin a block once all that was learned has been taken over: the record and the state belong together there.
 
         A peer without a state has none to let go, and waits for no averages that queue: they may come faster than it copies
         them. Until the block's end nothing is taken over, so it should ask nobody.
@@ -192,7 +192,7 @@ class CommittedState:
         return m.Ack()
 
     def learn(self, record: m.CommitRecord) -> None:
-        """A record came in, from the coordinator or a peer; newer ones are handed on and applied in the background.
+        """Learn a record that came in; newer ones are handed on and applied in the background.
 
         The record is the decision, so it stands whatever ballot was promised since.
         """
@@ -260,7 +260,7 @@ class CommittedState:
             self.taken_over.notify_all()
 
     async def _restored(self, record: m.CommitRecord) -> StageState | None:
-        """The state at `record.version_id` from memory or disk, with `record` as its record; None if it is in neither."""
+        """Find the state at `record.version_id` in memory or on disk, with `record` as its record; None if it is in neither."""
         if self.has_state and self.versions.newest.version_id == record.version_id:
             compute, state = self._context.compute, self.versions.state()
             version = make_version(record, compute.layout, state.version.masters, compute.dtype)
@@ -304,7 +304,7 @@ class CommittedState:
         self._sums.keep(record.step, average)
 
     def _report_lost(self, record: m.CommitRecord) -> None:
-        """What a compressor keeps back is private, so it goes with its peer."""
+        """Warn of what compressors kept back at peers that are gone: it is private, and lost with them."""
         here = {x.key for x in record.members[self._context.stage]}
         gone = [x for x in self.versions.newest.record.members[self._context.stage] if x.ready and x.key not in here]
         if gone and not isinstance(self._context.compressor, Plain):
@@ -371,7 +371,7 @@ class CommittedState:
         self._context.tasks.start(self.refresh_digest(), "digest of the state")
 
     async def refresh_digest(self) -> None:
-        """Digest of parameters and optimizer state of the newest version, for the next seal."""
+        """Compute the digest of parameters and optimizer state of the newest version, for the next seal."""
         version, optimizer = self.versions.newest, self.versions.optimizer
         outcome = await self._context.background.run(
             lambda: checksum_of([version.masters, *(optimizer.tensors[name] for name in self._context.moments.entries)]),
@@ -382,11 +382,11 @@ class CommittedState:
 
     @property
     def state_digest(self) -> str:
-        """That of the newest version; empty until it is computed."""
+        """The digest of the newest version; empty until it is computed."""
         return self.digest_at(self.versions.newest.version_id)
 
     def digest_at(self, version_id: str) -> str:
-        """That of the version with this name; empty if it is not known.
+        """Return the digest of the version with this name; empty if it is not known.
 
         A seal is written by the compute thread, right after a commit perhaps: it must not carry an older state's digest.
         """

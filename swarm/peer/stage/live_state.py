@@ -52,7 +52,7 @@ class _Asker:
 async def fetch_parameters(
     transport: Transport, info: m.RunInfo, config: RunConfig, factory: StageFactory, *, deadline_s: float, rng: random.Random
 ) -> tuple[m.CommitRecord, dict[str, torch.Tensor]]:
-    """The newest record that all stages hold, and every trained parameter at it, in the masters' dtype.
+    """Fetch the newest record that all stages hold, and every trained parameter at it, in the masters' dtype.
 
     Args:
         info: what a peer of the run says of it.
@@ -88,7 +88,7 @@ Offer = tuple[m.Member, m.StateManifest]
 
 
 async def _one_version_id(asker: _Asker, record: m.CommitRecord, deadline_s: float, rng: random.Random) -> list[Offer]:
-    """A snapshot of every stage, all of one version."""
+    """Ask for a snapshot of every stage until all are of one version."""
     members = [[x for x in stage if x.ready] for stage in record.members]
     problem = "no answer"
 
@@ -148,7 +148,7 @@ async def _download(
 
 
 async def _let_go(asker: _Asker, offers: dict[int, Offer]) -> None:
-    """Donors need not keep what they offered."""
+    """Tell donors that they need not keep what they offered."""
 
     async def one(stage: int, member: m.Member, manifest: m.StateManifest) -> None:
         with contextlib.suppress(LinkError, RemoteError):

@@ -12,7 +12,7 @@ from swarm.wire import messages as m
 
 
 class LoadMeter:
-    """One peer at one stage.
+    """Counts for one peer at one stage.
 
     Args:
         context: of the peer at its stage.
@@ -40,14 +40,14 @@ class LoadMeter:
         self._num_bytes = 0
 
     def ticket(self, *, busy_s: float, queue_s: float, num_bytes: int) -> None:
-        """A micro-batch went through: seconds of compute and of waiting for it, bytes in the link's busier direction."""
+        """Count a micro-batch: seconds of compute and of waiting for it, bytes in the link's busier direction."""
         self._num_tickets += 1
         self.busy_s += busy_s
         self._queue_s += queue_s
         self._num_bytes += num_bytes
 
     def report(self) -> m.Load:
-        """What this peer has done at its stage so far."""
+        """Return what this peer has done at its stage so far."""
         carries = self._context.carries
         measured = [meter.rate for meter in (carries.upload, carries.download) if meter.rate]
         return m.Load(

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """The loops that keep one stage peer a member."""
+    """Runs the loops that keep one stage peer a member."""
 
     def __init__(
         self, context: StageContext, committed: CommittedState, member: StageMember, on_move: Callable[[int], None]
@@ -57,7 +57,7 @@ class Membership:
         self._stillness: Stillness | None = None
 
     def note(self, record: m.CommitRecord) -> None:
-        """`record` has been taken over: look now what it asks of this peer."""
+        """Look now what `record`, which has been taken over, asks of this peer."""
         self._poke.set()
 
     @property
@@ -67,12 +67,12 @@ class Membership:
 
     @property
     def coming(self) -> bool:
-        """Others may have heard before this peer that a record lists it: it has a state, and serves in a moment."""
+        """This peer has a state and serves in a moment: others may have heard before it that a record lists it."""
         has_state = self._committed.record is not None and self._committed.has_state and not self._left_out
         return self.state in ("waiting", "syncing") and has_state
 
     def drain(self) -> None:
-        """This peer goes: from here on it takes nothing new."""
+        """Take nothing new from here on: this peer goes."""
         self._move("drain")
         self._poke.set()
 
@@ -133,7 +133,7 @@ class Membership:
                 continue
 
     async def _look_whether_the_run_waits(self) -> None:
-        """A member is asked for nothing while another stage has nobody: its operator is told, if no step commits for long."""
+        """Tell the operator what the run waits for, if no step commits for long while nothing is asked of this member."""
         timing, now = self._link.context.config.timing, asyncio.get_running_loop().time()
         if self._stillness is None or not self._stillness.lasts(self._committed.num_commits, now=now):
             self.waiting_for = ""
@@ -161,7 +161,7 @@ class Membership:
         async with committed.settled():
             record = committed.record
             if record is not None:
-                self._raise_if_newer(record)
+                self._move_along(record)
         if record is not None and self._left_out:
             await self._let_go(record)
         elif record is not None and self.state == "moving":
@@ -169,7 +169,7 @@ class Membership:
         elif record is not None and self.state == "syncing":
             await self._synchronise(record)
 
-    def _raise_if_newer(self, record: m.CommitRecord) -> None:
+    def _move_along(self, record: m.CommitRecord) -> None:
         """Move along the table after what the newest record says of this peer, which has taken it over."""
         committed, listed = self._committed, self._committed.listed()
         if listed is None:
@@ -215,7 +215,7 @@ class Membership:
         self._poke.set()
 
     async def _others_hold(self, record: m.CommitRecord) -> bool:
-        """The state of this peer's stage at `record`, which does not list it as one who does."""
+        """Tell whether another member holds the state of this peer's stage at `record`, which does not list this peer there."""
         self._gone_since = first = self._gone_since or record
         others = [x for x in record.members[self._context.stage] if x.ready and x.key != self._context.me.key]
         if others and (record.era, record.step) > (first.era, first.step):
@@ -270,7 +270,7 @@ class Membership:
             logger.debug("record of step %d not taken over: %s", record.step, refuse)
 
     async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> tuple[bool, str]:
-        """Whether a coordinator heard it, and what the run waits for in its words; else for one."""
+        """Return whether a coordinator heard it, and what the run waits for in its words."""
         context = self._link.context
         version_id = None if leaving else await self._held_version_id()
         request = m.Join(
@@ -297,7 +297,7 @@ class Membership:
         return False, waits
 
     async def _held_version_id(self) -> str | None:
-        """The name of the version that this peer holds, if that is the newest."""
+        """Return the name of the version that this peer holds, if that is the newest."""
         committed = self._committed
         async with committed.settled():
             is_newest = committed.record is None or (committed.up_to_date and not self._left_out)

@@ -38,8 +38,8 @@ from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
-#: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: while one's
-#: backward is on its way to the compute thread, that has another's forward. There is nothing else to wait for in between.
+#: The last stage has so many micro-batches between the beginning of their forward and the end of their backward. Two are enough:
+#: while the backward of one is on its way to the compute thread, the forward of the other keeps that busy.
 GRAPHS_OF_LAST_STAGE = 2
 
 
@@ -168,14 +168,14 @@ class MicroBatchServer:
                 raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
 
     async def _taken_up(self) -> None:
-        """Until a peer that the newest record lists for the first time serves; for a while at most."""
+        """Wait until a peer that the newest record lists for the first time serves; for a while at most."""
         loop = asyncio.get_running_loop()
         until = loop.time() + min(2.0, self._context.config.timing.request_s)
         while self._membership.coming and (loop.time() < until or self._committed.is_applying):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     async def _version(self, message: m.Train) -> Version:
-        """The version that the request names; a commit that is just being applied is waited for."""
+        """Return the version that the request names; a commit that is just being applied is waited for."""
         context, committed = self._context, self._committed
         loop = asyncio.get_running_loop()
         until = loop.time() + min(2.0, context.config.timing.request_s)
@@ -291,7 +291,7 @@ class MicroBatchServer:
     def _backward_job(
         self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
     ) -> tuple[Outgoing, Added, HostNumbers, DeviceTime]:
-        """Backward, claim, ledger and sum as one job: nothing comes between them."""
+        """Do backward, claim, ledger and sum as one job: nothing comes between them."""
         device = self._device
         device.begin()
         if not activation.inputs:

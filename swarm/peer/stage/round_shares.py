@@ -23,7 +23,7 @@ def _report(offer: m.Assisting) -> Report:
 
 
 class RoundShares:
-    """Of one stage."""
+    """Chooses the shares of one stage's rounds."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -35,18 +35,18 @@ class RoundShares:
         self.reason = self.auxiliaries_reason = ""
 
     def heard(self, reply: m.Collected) -> None:
-        """A member told, with its seal, what its link carries."""
+        """Note what a member told, with its seal, that its link carries."""
         self._links[reply.seal.member.key] = (reply.upload, reply.download)
 
     def keep(self, members: Sequence[m.Member]) -> None:
-        """Forget everyone else."""
+        """Forget everyone but `members`."""
         keys = {x.key for x in members}
         self._links = {key: link for key, link in self._links.items() if key in keys}
 
     def of(
         self, seals: Sequence[m.Seal], num_elements: int, offers: Sequence[m.Assisting] = (), *, most: int = 0, why_none: str = ""
     ) -> tuple[tuple[int, ...], tuple[m.Member, ...]]:
-        """Elements that each sealed member and then each auxiliary reduces in the round to come; and the auxiliaries.
+        """Choose how many elements each sealed member and then each auxiliary reduces in the round to come; and the auxiliaries.
 
         These are chosen among those that made `offers`, at most so many; `why_none` says why there are none.
         """

@@ -107,7 +107,7 @@ class Rounds:
         progress.follow(lambda: self._context.background.finished)
 
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
-        """The round of this attempt; made once, from a copy of the sealed accumulator."""
+        """Make the round of this attempt, once, from a copy of the sealed accumulator."""
         ledger = state.accumulator.ledger
         if not ledger.move_in(message.attempt, "reduce"):
             raise Refuse("wrong_state", "this round has been started already, or is over")
@@ -166,7 +166,7 @@ class Rounds:
     async def _exchange_with_auxiliary(
         self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, state: StepState
     ) -> CodedChunk:
-        """Half of the window's parts leave at once: the first sums come back while the others leave.
+        """Send half of the window's parts at once: the first sums come back while the others leave.
 
         Nothing else moves on this member's line where an auxiliary reduces everything: if the whole window left at once, it
         would arrive at once, and the line would carry in one direction at a time.

@@ -47,7 +47,7 @@ class SavedStates:
         self.checkpoint_record = LastCheckpointRecord(context.link.context)
 
     async def held(self, newest: m.CommitRecord | None) -> m.Held:
-        """What this peer could go on from: the state in memory that `newest` made, if any, checkpoints, the initial values."""
+        """Return what this peer could go on from: the state that `newest` made, if any, checkpoints, the initial values."""
         context, compute = self._context, self._context.compute
         found, damaged = await self._checkpoints() if compute.has_frozen else ([], False)
         records = {} if newest is None else {newest.version_id: newest}
@@ -63,7 +63,7 @@ class SavedStates:
         )
 
     async def _checkpoints(self) -> tuple[list[StageCheckpoint], bool]:
-        """This stage's intact checkpoints of this run, newest first, and if there are others: damaged, or just being changed."""
+        """Return this stage's intact checkpoints, newest first, and if there are others: damaged, or just being changed."""
         root, context = self._state_dir, self._context
         if root is None or not root.is_dir():
             return [], False
@@ -90,7 +90,7 @@ class SavedStates:
         return found, bool(damaged) or changing
 
     def _tell(self, steps: list[int], damaged: list[StorageError]) -> None:
-        """Once, until it is something else."""
+        """Tell of the checkpoints once, until they are others."""
         now, before = (steps, [str(error) for error in damaged]), self._told
         if now == before:
             return
@@ -101,7 +101,7 @@ class SavedStates:
         self._on_checked(steps, damaged)
 
     async def load(self, record: m.CommitRecord) -> StageState | None:
-        """The state at `record.version_id`, of a checkpoint or made of the initial values; None if it is not here."""
+        """Return the state at `record.version_id`, of a checkpoint or made of the initial values; None if it is not here."""
         context, compute = self._context, self._context.compute
         if not compute.has_frozen:
             return None

@@ -76,7 +76,8 @@ class StageContext:
         return self.link.context.member()
 
     def require_stage(self, stage: int) -> None:
-        """
+        """Return if this peer serves `stage`.
+
         Raises:
             Refuse: this peer serves another stage.
         """

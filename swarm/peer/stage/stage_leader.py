@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageLeader:
-    """Serves `Claim`, `Gather` and `Average`."""
+    """Serves `Claim`, `Gather` and `AllReduce`."""
 
     def __init__(self, context: StageContext, committed: CommittedState, member: StageMember) -> None:
         self._context = context
@@ -42,15 +42,15 @@ class StageLeader:
         self._collected = asyncio.Event()
         context.link.register(m.Claim, self._on_claim)
         context.link.register(m.Gather, self._on_gather)
-        context.link.register(m.AllReduce, self._on_average)
+        context.link.register(m.AllReduce, self._on_all_reduce)
 
     def forget(self, record: m.CommitRecord) -> None:
-        """`record` has committed: nobody claims tickets of its step any more."""
+        """Close the books up to the step of `record`, which has committed: nobody claims its tickets any more."""
         for step in [s for s in self._books if s <= record.step]:
             del self._books[step]
 
     def _book(self, step: int) -> ClaimBook:
-        """The book of `step`; the record's first ready member leads without being told, at the zero attempt."""
+        """Return the book of `step`; the record's first ready member leads without being told, at the zero attempt."""
         book = self._books.get(step)
         if book is None:
             leader = self._member.leader_of(step)
@@ -83,7 +83,7 @@ class StageLeader:
         return m.Claimed(attempt=book.attempt, granted=tuple(granted), reason=reason)
 
     async def _collected_book(self, step: int) -> ClaimBook:
-        """Once a collection under way has ended. One that was given up, with its coordinator, never does."""
+        """Return the book once a collection under way has ended. One that was given up, with its coordinator, never does."""
         try:
             async with asyncio.timeout(self._context.config.timing.request_s):
                 while not (book := self._book(step)).is_collected:
@@ -114,7 +114,7 @@ class StageLeader:
         logger.info("step %d: %s excluded, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
 
     async def _exclude_silent(self, book: ClaimBook) -> None:
-        """One holder does not answer, and others may be gone with it: all are looked at at once, not one for each ticket."""
+        """Look at all members at once, as others may be gone with the holder that does not answer, not at one for each ticket."""
         me, presence = self._context.me.key, self._context.link.presence
         others = [x for x in book.members.values() if x.key not in book.excluded and x.key != me]
         there = {x.key for x in await presence.answering(others)}
@@ -182,7 +182,7 @@ class StageLeader:
         return None
 
     def _compare(self, book: ClaimBook, seals: list[m.Seal]) -> None:
-        """A replica whose state differs from its peers' must not contribute: it is excluded and will resynchronise."""
+        """Exclude replicas whose state differs from their peers': they must not contribute, and will resynchronise."""
         digests = [s.state_digest for s in seals if s.state_digest and s.version_id == self._committed.versions.newest.version_id]
         if len(set(digests)) < 2:
             return
@@ -198,7 +198,7 @@ class StageLeader:
                 logger.error("step %d: state of %s differs from its peers'; excluded", book.step, seal.member.peer[:8])
                 book.exclude(seal.member)
 
-    async def _on_average(self, message: m.AllReduce, frame: Frame, progress: Progress) -> m.AllReduced:
+    async def _on_all_reduce(self, message: m.AllReduce, frame: Frame, progress: Progress) -> m.AllReduced:
         self._context.require_stage(message.stage)
         self._member.accept_ballot(message.attempt.ballot)
         progress.follow(lambda: self._context.background.finished)
@@ -260,7 +260,7 @@ class StageLeader:
         return m.AllReduced(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
 
     async def _reduce_all(self, request: m.Reduce, members: list[m.Member], progress: Progress) -> list[m.Reduced | Exception]:
-        """Every member's and then every auxiliary's reply.
+        """Return every member's and then every auxiliary's reply.
 
         Once one has failed the others get `request_s` to end, since most cannot any more; and nobody waits for an auxiliary
         once all members have ended.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class StageMember:
-    """The step protocol at one peer of one stage.
+    """Keeps the step protocol at one peer of one stage.
 
     Args:
         context: of the peer at its stage.
@@ -60,11 +60,11 @@ class StageMember:
             context.link.register(kind, handler)
 
     def succeed(self, before: StageMember) -> None:
-        """What the same peer promised at another stage holds here."""
+        """Take over what the same peer promised at another stage."""
         self.coordinator, self.promised = before.coordinator, before.promised
 
     def members_for(self, step: int) -> tuple[m.Member, ...]:
-        """Members of this stage for `step`: those of the record that its version came from, or nobody if that is gone.
+        """Return the members of this stage for `step`: those of the record that its version came from, or nobody if that is gone.
 
         Two peers never differ here, so at the zero attempt there is one leader.
         """
@@ -72,26 +72,26 @@ class StageMember:
         return version.record.members[self._context.stage] if version is not None else ()
 
     def leader_of(self, step: int) -> m.Member | None:
-        """Who grants claims for `step`: the last to collect, else the record's first ready member."""
+        """Return who grants claims for `step`: the last to collect, else the record's first ready member."""
         state = self.steps.get(step)
         if state is not None and state.leader is not None:
             return state.leader
         return next((x for x in self.members_for(step) if x.ready), None)
 
     def leads(self) -> bool:
-        """This peer leads its stage in a step that is open."""
+        """Tell whether this peer leads its stage in a step that is open."""
         last = min(self._committed.num_commits + self._context.config.delay_steps, self._context.config.total_steps - 1)
         leaders = [self.leader_of(step) for step in range(self._committed.num_commits, last + 1)]
         return any(leader is not None and leader.key == self._context.me.key for leader in leaders)
 
     def held_tickets(self) -> list[Ticket]:
-        """Tickets of open steps whose gradient only this peer holds."""
+        """Return the tickets of open steps whose gradient only this peer holds."""
         open_steps = {step: state for step, state in self.steps.items() if step >= self._committed.num_commits}
         entries = {step: tuple(state.accumulator.ledger.entries) for step, state in open_steps.items()}  # at once: jobs add some
         return [Ticket(step, index) for step, indexes in entries.items() for index in indexes]
 
     def step_state(self, step: int) -> StepState:
-        """The open state of `step`.
+        """Return the open state of `step`.
 
         Raises:
             Refuse: `stale` if the step has committed, `behind` if it is too far ahead.
@@ -142,7 +142,7 @@ class StageMember:
         return m.Revoked(held=await self._run(lambda: ledger.revoke(message.index), progress))
 
     async def _run(self, job: Callable[[], T], progress: Progress, kind: str | None = None) -> T:
-        """`job` in the compute thread, whose jobs before it may be long: the caller follows them.
+        """Run `job` in the compute thread, whose jobs before it may be long: the caller follows them.
 
         Raises:
             Refuse: one of them hangs, so the caller need not find that out.

@@ -162,7 +162,7 @@ class StagePeer:
         )
 
     def _note_end(self, record: m.CommitRecord) -> None:
-        """The peer stays, for whoever needs the last state; its operator is told once that the run does not need it."""
+        """Tell the operator once that the run does not need this peer; it stays for whoever needs the last state."""
         if record.step + 1 == self.context.config.total_steps and not self._told_end:
             self._told_end = True
             logger.info("the run is done; Ctrl-C to leave")
@@ -205,6 +205,7 @@ class StagePeer:
         )
 
     async def start(self) -> None:
+        """Serve, join the DHT, prepare the module, and ask to be listed."""
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         await self._threads.compute.run(self._warm_up, Priority.CONTROL)
@@ -224,7 +225,7 @@ class StagePeer:
 
     @property
     def _awaited(self) -> bool:
-        """A record still lists this peer beside others, and an open step has some of its gradients or is led by it.
+        """The next commit needs this peer: it is listed beside others, and has gradients of an open step or leads one.
 
         No step is open while the run is paused or stopped, and no record follows.
         """
@@ -250,7 +251,7 @@ class StagePeer:
         self._woken.set()
 
     async def run(self) -> None:
-        """Until `stop`.
+        """Serve until `stop` is called.
 
         Raises:
             SwarmError: a part of the peer failed.

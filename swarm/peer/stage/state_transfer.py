@@ -87,6 +87,7 @@ class StateDonor:
 
     @property
     def num_pins(self) -> int:
+        """Snapshots that are pinned: 0 or 1."""
         return int(self._pin is not None)
 
     @property
@@ -98,7 +99,7 @@ class StateDonor:
         return READER_STALLS * self._context.config.timing.stall_s
 
     def _pinned(self) -> _Pin | None:
-        """The pinned snapshot, unless all its readers have gone."""
+        """Return the pinned snapshot, unless all its readers have gone."""
         pin = self._pin
         if pin is not None:
             pin.readers = {reader: seen for reader, seen in pin.readers.items() if self._now - seen < self._lease_s}
@@ -134,7 +135,7 @@ class StateDonor:
             return pin.manifest
 
     def _require_stuck(self, pin: _Pin) -> None:
-        """A snapshot that hardly moves makes room for the one that is wanted; its readers start again.
+        """Make room for a snapshot that is wanted, if the pinned one hardly moves; its readers start again.
 
         Raises:
             Refuse: it moves.
@@ -264,7 +265,7 @@ class _Incoming:
         self._context.moved.received_state(frame.body_bytes)
 
     async def verified(self) -> StageState:
-        """The state, once every tensor has the digest that was announced.
+        """Return the state, once every tensor has the digest that was announced.
 
         Raises:
             RemoteError: naming the tensor that has another.
@@ -292,7 +293,7 @@ class _Incoming:
 
 
 async def download(context: StageContext, donors: Sequence[m.Member], *, min_step: int) -> StageState:
-    """A verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same version.
+    """Download a verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same version.
 
     Raises:
         RemoteError: none of them gave one; says what each answered.
@@ -325,7 +326,7 @@ async def download(context: StageContext, donors: Sequence[m.Member], *, min_ste
 async def _from_offers(
     context: StageContext, given: list[tuple[m.Member, m.StateManifest]], reasons: list[str]
 ) -> StageState | None:
-    """The newest of the offered snapshots, or None; then `reasons` grows by what each donor answered."""
+    """Download the newest of the offered snapshots; if none is had, `reasons` grows by what each donor answered."""
     newest = max((manifest for _, manifest in given), key=lambda x: (x.record.era, x.record.step, x.record.version_id))
     incoming = _Incoming(context, newest)
     sources = [d for d, x in given if (x.record.version_id, x.entries) == (newest.record.version_id, newest.entries)]

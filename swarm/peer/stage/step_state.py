@@ -25,7 +25,7 @@ MakeAccumulator = Callable[..., Accumulator]
 
 
 class Turns:
-    """So many requests to one auxiliary send their bytes at once; once one has failed, those that wait for a turn do too."""
+    """Limits the requests to one auxiliary that send their bytes at once. Once one has failed, those that wait fail too."""
 
     def __init__(self, num: int) -> None:
         self._free = asyncio.Semaphore(num)
@@ -47,7 +47,7 @@ class Turns:
         self._free.release()
 
     def fail(self, error: LinkError) -> None:
-        """A request failed: those that wait for a turn raise `error`."""
+        """Have those that wait for a turn raise `error`, with which a request failed."""
         self._failure = error
 
 
@@ -89,7 +89,7 @@ class StepState:
             self._contribution = None
 
     def collected(self, attempt: m.Attempt, leader: m.Member) -> None:
-        """`leader` has this member's seal of `attempt`: what belongs to the attempt before is over."""
+        """Note that `leader` has this member's seal of `attempt`: what belongs to the attempt before is over."""
         self.leader = leader
         if self.round is not None and self.round.attempt.order != attempt.order:
             self.round.fail(RoundFailed("a newer attempt began"))
@@ -100,19 +100,19 @@ class StepState:
         self.changed.set()
 
     def take_contribution(self) -> torch.Tensor | None:
-        """What was sealed, as a flat vector on its device; None if that is nothing. It is not kept here any longer."""
+        """Return what was sealed, as a flat vector on its device; None if that is nothing. It is not kept here any longer."""
         contribution, self._contribution = self._contribution, None
         return contribution
 
     def begin_round(self, round_: Round) -> Round:
-        """`round_` is that of the sealed attempt."""
+        """Note that `round_` is that of the sealed attempt, and return it."""
         self.round = round_
         self.turns.clear()
         self.changed.set()
         return round_
 
     def leave_round(self, attempt: m.Attempt) -> None:
-        """The round of `attempt` failed here, or took too long."""
+        """Leave the round of `attempt`, which failed here, or took too long."""
         self.accumulator.ledger.move_in(attempt, "fail")
         if self.round is not None and self.round.attempt.order == attempt.order:
             self.round.fail(RoundFailed("this member left the round"))
@@ -126,12 +126,12 @@ class StepState:
         return True
 
     def follow(self, progress: Progress, round_: Round) -> None:
-        """A round advances with slices, sums and bytes; not with heartbeats, or members would keep each other waiting."""
+        """Have `progress` advance with slices, sums and bytes, not with heartbeats: members would keep each other waiting."""
         progress.follow(lambda: round_.num_parts)
         progress.follow(lambda: self.exchanged.num_bytes)
 
     def held_sum(self, digest: str) -> StageSum | None:
-        """The average with this digest, if this member holds it."""
+        """Return the average with this digest, if this member holds it."""
         return next((x for x in (self.average, self._overtaken) if x is not None and x.digest == digest), None)
 
     def keep_own_sums(self, attempt: m.Attempt, parts: dict[str, torch.Tensor]) -> None:
@@ -140,7 +140,7 @@ class StepState:
         self.changed.set()
 
     def own_sums(self, attempt: m.Attempt) -> dict[str, torch.Tensor] | None:
-        """This stage's sums of tied parameters in `attempt`; None until they are made."""
+        """Return this stage's sums of tied parameters in `attempt`; None until they are made."""
         if self._own_sums is None or self._own_sums[0].order != attempt.order:
             return None
         return self._own_sums[1]
@@ -163,7 +163,7 @@ class OpenSteps(dict[int, StepState]):
         self.own = OwnCopy(config, own_moments_for(config, context.moments), compute.dtype, context.compressor)
 
     def opened(self, step: int) -> StepState:
-        """The state of `step`, which is new if nobody asked before."""
+        """Return the state of `step`, which is new if nobody asked before."""
         if step not in self:
             self[step] = StepState(self._accumulator(step))
         return self[step]

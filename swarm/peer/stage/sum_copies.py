@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 2**22
 
 
 def part_of(flat: torch.Tensor, offset: int, length: int) -> torch.Tensor:
-    """A copy of elements `offset : offset + length`, of `CHUNK_ELEMENTS` at most.
+    """Copy elements `offset : offset + length`, `CHUNK_ELEMENTS` at most.
 
     A view would hold all of `flat` for as long as a slow link takes to carry it.
     """
@@ -40,7 +40,7 @@ def part_of(flat: torch.Tensor, offset: int, length: int) -> torch.Tensor:
 
 
 class SumCopies:
-    """The averages of the last steps at one stage peer."""
+    """Keeps the averages of the last steps at one stage peer, and copies those that it lacks."""
 
     def __init__(self, context: StageContext, steps: OpenSteps) -> None:
         self._context = context
@@ -60,7 +60,7 @@ class SumCopies:
         self._last.clear()
 
     async def of(self, record: m.CommitRecord) -> StageSum | None:
-        """The average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""
+        """Return the average that `record` decided on: held, or copied from one of its holders; None if nobody gives it."""
         result = record.results[self._context.stage]
         state = self._steps.get(record.step)
         held = state.held_sum(result.sum_digest) if state is not None else None
@@ -83,7 +83,7 @@ class SumCopies:
         return None
 
     async def _copy(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
-        """The flat average, in the masters' dtype.
+        """Download the flat average, in the masters' dtype.
 
         Raises:
             LinkError, RemoteError: `holder` did not give it, or gave another.

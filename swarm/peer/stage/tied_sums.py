@@ -64,7 +64,7 @@ class TiedSums:
         return (await self._context.background.run(lambda: self._ranges.tie(flat, parts), Priority.CONTROL)).value
 
     async def _fetch(self, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int) -> torch.Tensor:
-        """The sum of one tied parameter at another stage, from whichever of its members gives it."""
+        """Fetch the sum of one tied parameter at another stage, from whichever of its members gives it."""
         if stage >= len(message.attempts) or self._committed.record is None:
             raise RoundFailed(f"the coordinator did not say what stage {stage} averages: tied parameters need it")
         holders = [x for x in self._committed.record.members[stage] if x.ready]
@@ -117,7 +117,7 @@ class TiedSums:
         return Frame(m.SumCopy(total=total.numel(), tensors=(spec,)), (buffer,))
 
     async def _own_sums(self, message: m.FetchTied, state: StepState, progress: Progress) -> dict[str, torch.Tensor]:
-        """Once this stage's own all-reduce of the attempt has ended here; the caller waits while that advances."""
+        """Return them once this stage's own all-reduce of the attempt has ended here; the caller waits while that advances."""
         ledger = state.accumulator.ledger
         followed: Round | None = None
         while (sums := state.own_sums(message.attempt)) is None:

@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 20
 
 
 class Evaluator:
-    """One trainer's."""
+    """Evaluates for one trainer."""
 
     def __init__(self, link: Link, route_trips: RouteTrips, feed: FeedLike) -> None:
         self._link = link
@@ -27,7 +27,7 @@ class Evaluator:
         self._feed = feed
 
     async def evaluate(self, record: m.CommitRecord) -> Evaluation | None:
-        """At `record.version_id`; tells the members, which keep their best checkpoint. None if it failed or there is no data."""
+        """Evaluate at `record.version_id` and tell the members, which keep their best checkpoint. None if that failed."""
         limit = asyncio.Semaphore(2 * self._link.context.config.num_stages)
 
         async def one(number: int, batch: BatchLike) -> tuple[float, int]:
@@ -59,7 +59,7 @@ class Evaluator:
         return evaluation
 
     async def _tell_members(self, record: m.CommitRecord, evaluation: Evaluation) -> None:
-        """Whoever does not hear it keeps what it has."""
+        """Tell the result to all members; whoever does not hear it keeps what it has."""
         told = m.Evaluated(
             run=self._link.context.run, step=evaluation.step, version_id=evaluation.version_id, loss=evaluation.loss
         )

@@ -61,7 +61,7 @@ class TicketRetries:
         self._stopping = False
 
     def stop(self) -> None:
-        """The trainer leaves: what fails from here on is not tried again."""
+        """Try nothing again from here on: the trainer leaves."""
         self._stopping = True
 
     def lease(self, num_again: int, avoid: Mapping[Ticket, Iterable[str]]) -> None:
@@ -70,11 +70,11 @@ class TicketRetries:
         self._avoid |= {ticket: frozenset(peers) for ticket, peers in avoid.items()}
 
     def forget(self, ticket: Ticket) -> None:
-        """`ticket` is not this trainer's any more."""
+        """Forget whom to avoid with `ticket`, which is not this trainer's any more."""
         self._avoid.pop(ticket, None)
 
     def taken_count(self) -> int:
-        """Micro-batches that were sent again since this was asked last."""
+        """Return how many micro-batches were sent again since this was asked last."""
         taken, self.num_retries = self.num_retries, 0
         return taken
 
@@ -130,13 +130,13 @@ class TicketRetries:
             backoff = min(2.0, backoff * 2)
 
     def _movers_before(self, step: int) -> frozenset[str]:
-        """Peers that will have gone to another stage before `step` is sealed."""
+        """Return the peers that will have gone to another stage before `step` is sealed."""
         record = self._record()
         moving = record.moves if record is not None and step > record.step + 1 else ()
         return frozenset(move.member.peer for move in moving)
 
     def _version_for(self, step: int) -> str:
-        """The version whose parameters the tickets of `step` use."""
+        """Return the name of the version whose parameters the tickets of `step` use."""
         record = self._record()
         assert record is not None
         base = self._config.base_step(step)

@@ -23,7 +23,7 @@ Specs = tuple[m.TensorSpec, ...]
 
 
 class RouteTrips:
-    """One trainer's."""
+    """Sends one trainer's micro-batches."""
 
     def __init__(self, link: Link, wiring: Wiring) -> None:
         self._link = link
@@ -31,7 +31,7 @@ class RouteTrips:
         self._round_trips = RoundTrips()
 
     def taken_round_trips(self) -> RoundTrips:
-        """Where the time went since this was asked last."""
+        """Return where the time went since this was asked last."""
         taken, self._round_trips = self._round_trips, RoundTrips()
         return taken
 
@@ -46,7 +46,7 @@ class RouteTrips:
         *,
         with_norms: bool = False,
     ) -> tuple[m.Trained, int]:
-        """Forward and backward.
+        """Send a micro-batch forward and backward.
 
         Args:
             ticket, version_id: of the micro-batch, and of the parameters that it uses.
@@ -67,7 +67,7 @@ class RouteTrips:
         return result.trained, len(result.failed) + sum(len(hop.failed) for hop in result.trained.hops)
 
     async def evaluate(self, ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer]) -> m.Trained:
-        """Forward only; the routers are not told how long that took.
+        """Send a batch forward only; the routers are not told how long that took.
 
         Raises:
             RemoteError: as `train`.

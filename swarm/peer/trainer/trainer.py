@@ -21,7 +21,7 @@ from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.trainer.evaluation import Evaluator
-from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, TicketReport
+from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, StepsFailed, TicketReport
 from swarm.peer.trainer.retries import TicketRetries
 from swarm.peer.trainer.route_trips import RouteTrips
 from swarm.peer.trainer.whereabouts import AWAITED, MOST_S, TOLD_AFTER_S, whereabouts
@@ -40,16 +40,12 @@ DRAIN_S = 8.0
 
 
 def _averaged(average_s: float, new_s: float) -> float:
-    """Moving average; 0 is none yet."""
+    """Return the moving average, to which `new_s` is added; 0 is none yet."""
     return new_s if average_s == 0 else 0.9 * average_s + 0.1 * new_s
 
 
-class StepsFailed(SwarmError):
-    """Step after step trains nothing: weights, data or configuration are at fault, and going on helps nobody."""
-
-
 class Trainer:
-    """Serves `num_steps` steps (None: until the run is finished), then leaves."""
+    """Keeps the stages busy for `num_steps` steps (None: until the run is finished), then leaves."""
 
     def __init__(
         self,
@@ -110,6 +106,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
+        """Serve, join the DHT, and begin to ask for tickets."""
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._last_commit_at = asyncio.get_running_loop().time()
@@ -126,7 +123,7 @@ class Trainer:
         self._ended.set()
 
     async def run(self) -> None:
-        """Until the run is finished, the steps are served, or `stop` was called.
+        """Train until the run is finished, the steps are served, or `stop` was called.
 
         Raises:
             StepsFailed: the newest steps trained nothing, and the next ones will not.
@@ -134,20 +131,10 @@ class Trainer:
         """
         await self._tasks.until(self._ended)
         if self._num_faulty >= MAX_FAULTY_STEPS:
-            raise StepsFailed(self._what_failed())
+            assert self.record is not None
+            raise StepsFailed(self.record.step + 1, self._num_faulty, self.config.compression)
         if self.election.coordinator is not None and self.finished:
             await asyncio.sleep(self.config.timing.coordinator_s)  # others still ask this peer whether all is done
-
-    def _what_failed(self) -> str:
-        assert self.record is not None
-        last = self.record.step + 1
-        text = (
-            f"steps {last - self._num_faulty + 1} to {last} were skipped one after the other, because numbers in them are not "
-            "finite (NaN or infinity); the run stops: look at the weights, the data and the learning rate"
-        )
-        if self.config.compression == "fp16":
-            text += ", and at the wire: fp16 carries nothing above 65504, as bf16 and 8bit do"
-        return text
 
     @property
     def _served(self) -> bool:
@@ -201,6 +188,7 @@ class Trainer:
 
     @property
     def limit(self) -> int:
+        """Micro-batches that may be in flight at once."""
         return self._fixed or self._control.limit
 
     async def _lease(self, *, want: int = 0, leaving: bool = False) -> m.Leased:
@@ -302,7 +290,7 @@ class Trainer:
                 self._ask_s = _averaged(self._ask_s, loop.time() - began)
 
     async def _tell_what_is_waited_for(self) -> None:
-        """While nothing commits: what the coordinator says it waits for, each time that this becomes something else.
+        """Tell, while nothing commits, what the coordinator waits for, each time that this becomes something else.
 
         What every step waits for is told once that takes long, with who is at it.
         """
@@ -324,7 +312,7 @@ class Trainer:
                 self._on_waiting(self.waiting_for)
 
     async def _hear(self) -> str:
-        """What the run waits for. Whose tickets are all stuck asks for no others: this renews them, and brings new records."""
+        """Ask what the run waits for. Who has all tickets stuck asks for no others: this renews them, and brings new records."""
         coordinator = self.election.known
         if coordinator is None:
             return "a coordinator"
@@ -334,7 +322,7 @@ class Trainer:
             return f"the coordinator at {coordinator.host}:{coordinator.port}, which does not answer"
 
     def _begin_after(self, records: list[m.CommitRecord]) -> None:
-        """What had committed before this trainer came is history: told as such, of the newest as what the run goes on from."""
+        """Report what had committed before this trainer came as history, and the newest as what the run goes on from."""
         self.record = newest = records[-1]
         self._route_trips.wiring.set_record(newest)
         self._first_step = newest.step + 1
@@ -384,7 +372,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ tickets
 
     async def _serve(self, ticket: Ticket) -> None:
-        """One leased ticket: sent again on new routes until it is back or its step has committed."""
+        """Send one leased ticket, again on new routes, until it is back or its step has committed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:

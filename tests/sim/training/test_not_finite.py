@@ -9,7 +9,7 @@ import pytest
 
 from swarm.base.ids import Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS
-from swarm.peer.trainer.trainer import StepsFailed
+from swarm.peer.trainer.reports import StepsFailed
 from swarm.testing.simulation.phases import until
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFeed, one_process, small_config

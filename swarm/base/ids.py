@@ -10,6 +10,8 @@ from typing import NamedTuple
 PeerId = str
 #: 16 hex digits drawn at each process start.
 Incarnation = str
+#: A peer in one incarnation.
+MemberKey = tuple[PeerId, Incarnation]
 #: 64 hex digits: names one version of the whole model.
 VersionId = str
 #: 64 hex digits: hash of the run's configuration bytes.

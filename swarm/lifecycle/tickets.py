@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Key = tuple[str, str]
+from swarm.base.ids import MemberKey
 
 
 @dataclass(slots=True)
 class _Lease:
-    trainer: Key
+    trainer: MemberKey
     until: float
 
 
@@ -34,7 +34,7 @@ class TicketPool:
         #: Peers that should not be asked for a ticket again if others can be.
         self.avoid: dict[int, frozenset[str]] = {}
 
-    def lease(self, trainer: Key, want: int, *, now: float, lease_s: float) -> list[int]:
+    def lease(self, trainer: MemberKey, want: int, *, now: float, lease_s: float) -> list[int]:
         """Hand out up to `want` free tickets, lowest index first."""
         taken = sorted(self._free)[:want]
         for index in taken:
@@ -46,7 +46,7 @@ class TicketPool:
         """Count those of `indexes` that were leased before."""
         return len(self._freed.intersection(indexes))
 
-    def renew(self, trainer: Key, holding: Iterable[int], *, now: float, lease_s: float) -> None:
+    def renew(self, trainer: MemberKey, holding: Iterable[int], *, now: float, lease_s: float) -> None:
         """Note what a trainer works on: its leases live on, and those that a new coordinator did not know are added."""
         held = set(holding)
         for index in held:
@@ -83,7 +83,7 @@ class TicketPool:
         self.free(late)
         return late
 
-    def drop_trainer(self, trainer: Key) -> None:
+    def drop_trainer(self, trainer: MemberKey) -> None:
         """Free the leases of a trainer that leaves."""
         self.free([index for index, lease in self._leased.items() if lease.trainer == trainer])
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from swarm.base.config import Timing
 from swarm.base.errors import LinkBroken, LinkError, RemoteError, Unreachable
+from swarm.base.ids import MemberKey
 from swarm.net.transport import Progress
 from swarm.policy.liveness import Liveness, Stillness
 from swarm.wire.framing import Frame
@@ -63,7 +64,7 @@ class Presence:
         self.liveness = Liveness(max_look_s=timing.record_ttl_s)
         self._calls: dict[_Call, None] = {}
         #: Under way: who is looked at already is not looked at twice.
-        self._looks: dict[tuple[str, str], asyncio.Task[bool]] = {}
+        self._looks: dict[MemberKey, asyncio.Task[bool]] = {}
         self._slots = asyncio.Semaphore(MAX_LOOKS)
         self._woken = asyncio.Event()
         #: Set, and replaced, when a look has ended.

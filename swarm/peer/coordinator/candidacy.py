@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.base.ids import Ballot
-from swarm.peer.coordinator.leadership import Key, Rosters
+from swarm.base.ids import Ballot, MemberKey
+from swarm.peer.coordinator.leadership import Rosters
 from swarm.peer.link import Link
 from swarm.wire import messages as m
 
@@ -49,7 +49,7 @@ class BackOff:
         self._reason, self._again_s = "", FIRST_AGAIN_S
 
 
-async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[Key]]:
+async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[MemberKey]]:
     """Return the announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
 
     async def ask(member: m.Member) -> m.StatusReply | None:
@@ -59,10 +59,10 @@ async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int
             return None
 
     lists = await rosters()
-    asked: dict[Key, m.Member] = {}  # one that has moved may be announced at two stages
+    asked: dict[MemberKey, m.Member] = {}  # one that has moved may be announced at two stages
     for stage in stages:
         asked |= {x.key: x for x in link.context.rng.sample(lists[stage], min(len(lists[stage]), MAX_ASKED))}
-    there: dict[int, set[Key]] = {stage: set() for stage in stages}
+    there: dict[int, set[MemberKey]] = {stage: set() for stage in stages}
     for reply in await asyncio.gather(*(ask(member) for member in asked.values())):
         if reply is not None and reply.stage in there:
             there[reply.stage].add(reply.member.key)

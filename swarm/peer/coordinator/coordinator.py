@@ -25,7 +25,7 @@ from swarm.peer.coordinator.lineage import NUM_ASKED_AT_START, Lineage
 from swarm.peer.coordinator.next_members import NextMembers
 from swarm.peer.coordinator.operating import Operating
 from swarm.peer.coordinator.rebalancing import Planner, Rebalancing
-from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
+from swarm.peer.coordinator.stage_leaders import StageLeaders, StageLost
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.policy.schedule import learning_rate
 from swarm.wire import messages as m
@@ -63,7 +63,7 @@ class Coordinator:
         self._timing = self._config.timing
         self.leasing = Leasing(self._leadership)
         self.rebalancing = Rebalancing(self._leadership, plan)
-        self._leads = StageLeads(self._leadership, attempt_n, self.rebalancing.hear)
+        self._leads = StageLeaders(self._leadership, attempt_n, self.rebalancing.hear)
         self._lineage = Lineage(self._leadership)
         self.next_members = NextMembers(self._leadership, self._leads, tasks)
         self._checked = 0.0

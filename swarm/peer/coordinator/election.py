@@ -10,14 +10,14 @@ import asyncio
 import logging
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.base.ids import Ballot
+from swarm.base.ids import Ballot, MemberKey
 from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator.candidacy import STATE, BackOff, Candidacy, found, in_words
 from swarm.peer.coordinator.coordinator import Coordinator
-from swarm.peer.coordinator.leadership import Demoted, Key
+from swarm.peer.coordinator.leadership import Demoted
 from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.policy.rebalance import plan_moves
@@ -49,7 +49,7 @@ class Election:
         #: Times in a row that all stages were there for this peer, while another waits in the coordinator's place for one.
         self._better = 0
         #: Who was there when an election failed all the same.
-        self._met: set[Key] = set()
+        self._met: set[MemberKey] = set()
         #: Failures to be elected that were logged.
         self._told: set[str] = set()
         #: The coordinator as far as this peer knows; trainers lease from it.

@@ -18,7 +18,6 @@ from swarm.wire import messages as m
 #: Records kept for trainers that lag.
 MAX_RECORDS = 256
 
-Key = tuple[str, str]
 #: Finds the announced peers of every stage: a hint for where to look.
 Rosters = Callable[[], Awaitable[list[list[m.Member]]]]
 

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from swarm.base.ids import Ticket
+from swarm.base.ids import MemberKey, Ticket
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.coordinator.leadership import Key, Leadership
+from swarm.peer.coordinator.leadership import Leadership
 from swarm.peer.link import Refuse
 from swarm.wire import messages as m
 
@@ -26,7 +26,7 @@ class Leasing:
         self._leadership = leadership
         self.pools: dict[int, TicketPool] = {}
         #: Trainers seen, with the time of their last word.
-        self.trainers: dict[Key, float] = {}
+        self.trainers: dict[MemberKey, float] = {}
         #: Step after which the held-out samples must be evaluated before anything else is leased.
         self.evaluation_due: int | None = None
         #: Some ticket was not accumulated by every stage: a leader may be gone.
@@ -38,7 +38,7 @@ class Leasing:
         self._recovering = False
         #: The coordinator goes: no other step is begun.
         self._closing = False
-        self._evaluator: tuple[Key, float] | None = None
+        self._evaluator: tuple[MemberKey, float] | None = None
 
     def pause(self, is_paused: bool) -> None:
         """Lease nothing else while an operator has the run wait."""

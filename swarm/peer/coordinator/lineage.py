@@ -12,8 +12,9 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
-from swarm.peer.coordinator.leadership import Demoted, Key, Leadership
+from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
 from swarm.wire import messages as m
@@ -38,9 +39,9 @@ class _Holdings:
     #: Those, and others that are known though nobody holds them (`peer/checkpoint_record.py`).
     known: dict[str, m.CommitRecord]
     #: For each stage, what each peer holds.
-    stages: list[dict[Key, list[Holding]]]
+    stages: list[dict[MemberKey, list[Holding]]]
     #: Those that can make the initial values.
-    initialised: set[Key]
+    initialised: set[MemberKey]
     #: Those that have a damaged checkpoint, in words.
     damaged: list[str]
     #: The newest number of commits known to be on the disks of all stages; 0 if none is.
@@ -51,7 +52,7 @@ def _has(version_id: str, holdings: list[Holding]) -> bool:
     return any(holding.version_id == version_id for holding in holdings)
 
 
-def _names(keys: Iterable[Key]) -> str:
+def _names(keys: Iterable[MemberKey]) -> str:
     return ", ".join(peer[:8] for peer, _ in keys)
 
 
@@ -61,7 +62,7 @@ class Lineage:
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
         #: Since when each peer that may hold something has not said what.
-        self._silent_since: dict[Key, float] = {}
+        self._silent_since: dict[MemberKey, float] = {}
 
     async def starting_record(
         self, peers: list[list[m.Member]], *, era: int, waited_s: float
@@ -106,10 +107,10 @@ class Lineage:
     async def _held(self, peers: list[list[m.Member]]) -> _Holdings:
         records: dict[str, m.CommitRecord] = {}
         checkpoint_record = self._leadership.checkpoint_record
-        stages: list[dict[Key, list[Holding]]] = []
-        initialised: set[Key] = set()
+        stages: list[dict[MemberKey, list[Holding]]] = []
+        initialised: set[MemberKey] = set()
         damaged: list[str] = []
-        silent: list[Key] = []
+        silent: list[MemberKey] = []
         told_by = await together(*(together(*(self._holdings(k, x) for x in xs)) for k, xs in enumerate(peers)))
         for stage, (candidates, answers) in enumerate(zip(peers, told_by, strict=True)):
             stages.append({})
@@ -301,7 +302,7 @@ class Lineage:
         except (LinkError, RemoteError):
             return None
 
-    async def survey_loop(self, joining: Callable[[], Container[Key]]) -> None:
+    async def survey_loop(self, joining: Callable[[], Container[MemberKey]]) -> None:
         """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""
         while True:
             await asyncio.sleep(self._leadership.timing.coordinator_s)

@@ -11,9 +11,10 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Key, Leadership
-from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
+from swarm.peer.coordinator.leadership import Leadership
+from swarm.peer.coordinator.stage_leaders import StageLeaders, StageLost
 from swarm.peer.link import Refuse, Tasks
 from swarm.policy.liveness import FIRST_LOOK_S
 from swarm.wire import messages as m
@@ -40,18 +41,18 @@ class _Joiner:
 class NextMembers:
     """One coordinator's view of who comes and who goes."""
 
-    def __init__(self, leadership: Leadership, leads: StageLeads, tasks: Tasks) -> None:
+    def __init__(self, leadership: Leadership, leads: StageLeaders, tasks: Tasks) -> None:
         self._leadership = leadership
         self._tasks = tasks
         self._leads = leads
-        self._joiners: dict[Key, _Joiner] = {}
+        self._joiners: dict[MemberKey, _Joiner] = {}
         #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
-        self._leaving: dict[Key, int] = {}
+        self._leaving: dict[MemberKey, int] = {}
         self._last_join = 0.0
         #: Since when nobody of some stage holds the newest version; infinite while somebody of each does.
         self._without_state_since = math.inf
         #: Incarnations whose place another one of the same peer took, the latest last.
-        self._replaced: dict[Key, None] = {}
+        self._replaced: dict[MemberKey, None] = {}
 
     # ------------------------------------------------------------------------------------------------ what is asked for
 
@@ -108,12 +109,12 @@ class NextMembers:
         self._joiners.pop(member.key, None)
 
     @property
-    def joining(self) -> Set[Key]:
+    def joining(self) -> Set[MemberKey]:
         """Peers that wait to be listed."""
         return self._joiners.keys()
 
     @property
-    def leaving(self) -> Set[Key]:
+    def leaving(self) -> Set[MemberKey]:
         """Members that go."""
         return self._leaving.keys()
 

@@ -12,9 +12,9 @@ import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from swarm.base.ids import PeerId
+from swarm.base.ids import MemberKey, PeerId
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Key, Leadership
+from swarm.peer.coordinator.leadership import Leadership
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import RebalancePlan, plan_moves
 from swarm.policy.throughput import HELD_PER_STATE, StageWork, Swarm, Worker
@@ -46,12 +46,12 @@ class Rebalancing:
         self._plan = plan
         self._every_s = leadership.timing.rebalance_every_s
         #: Of each member its newest report, and the one at the beginning of the period.
-        self._loads: dict[tuple[int, Key], m.Load] = {}
-        self._before: dict[tuple[int, Key], m.Load] = {}
+        self._loads: dict[tuple[int, MemberKey], m.Load] = {}
+        self._before: dict[tuple[int, MemberKey], m.Load] = {}
         #: Seconds of compute and tickets, by stage, as of the last decision; old ones fade.
         self._measured: OrderedDict[PeerId, dict[int, tuple[float, float]]] = OrderedDict()
         #: Newcomers that were placed: stage, member, when, and the seconds per ticket that are expected of it.
-        self._placed: dict[Key, tuple[int, m.Member, float, float | None]] = {}
+        self._placed: dict[MemberKey, tuple[int, m.Member, float, float | None]] = {}
         self._decided_at = leadership.now
         #: Why the last decision was what it was.
         self.reason = "nothing was decided yet"
@@ -65,7 +65,7 @@ class Rebalancing:
             if before is not None and load.elapsed_s < before.elapsed_s:  # it was away: it counts from nothing again
                 del self._before[place]
 
-    def _since(self, place: tuple[int, Key]) -> m.Load | None:
+    def _since(self, place: tuple[int, MemberKey]) -> m.Load | None:
         """Return what a member did in this period."""
         load, before = self._loads.get(place), self._before.get(place)
         if load is None or before is None:
@@ -166,7 +166,7 @@ class Rebalancing:
                 work.append(worker.seconds[worker.stage] * load.flops_per_s)
         return statistics.median(work) / message.flops_per_s if work and message.flops_per_s else None
 
-    def decide(self, members: Members, leaving: set[Key]) -> tuple[m.Move, ...]:
+    def decide(self, members: Members, leaving: set[MemberKey]) -> tuple[m.Move, ...]:
         """Decide the moves of the record that lists `members`; none but once in a period, and none while others are under way."""
         now = self._leadership.now
         if not self._every_s or now - self._decided_at < self._every_s or self._leadership.newest.moves:

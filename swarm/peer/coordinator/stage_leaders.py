@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.coverage import torn_tie
-from swarm.peer.coordinator.leadership import Key, Leadership, Rivalry
+from swarm.peer.coordinator.leadership import Leadership, Rivalry
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
@@ -28,12 +29,12 @@ class StageLost(SwarmError):
 class _StageLead:
     """Who leads one stage in the step being ended, and the next number for its attempt."""
 
-    excluded: dict[Key, m.Member] = field(default_factory=dict)
+    excluded: dict[MemberKey, m.Member] = field(default_factory=dict)
     leader: m.Member | None = None
     n: int = 0
 
 
-class StageLeads:
+class StageLeaders:
     """One coordinator's view of the stages' leaders; `hear` gets what their members say of their work."""
 
     def __init__(self, leadership: Leadership, attempt_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
@@ -54,7 +55,7 @@ class StageLeads:
         """Return the members that this step goes on without."""
         return [x for lead in self._leads for x in lead.excluded.values()]
 
-    def is_excluded(self, stage: int, key: Key) -> bool:
+    def is_excluded(self, stage: int, key: MemberKey) -> bool:
         """Tell whether this step goes on without that member of `stage`."""
         return key in self._leads[stage].excluded
 
@@ -155,7 +156,7 @@ class StageLeads:
         lead = self._leads[stage]
         backoff = 0.1
         lost_since: float | None = None
-        told: set[Key] = set()
+        told: set[MemberKey] = set()
         while True:
             self._leadership.check()
             leader = self.leader(stage)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from swarm.averaging.compressors.plain import Plain
 from swarm.base.errors import LinkError, RemoteError
-from swarm.base.ids import PeerId
+from swarm.base.ids import MemberKey, PeerId
 from swarm.peer.announcing import find_aggregators
 from swarm.peer.link import RefusedBy
 from swarm.peer.stage.stage_context import StageContext
@@ -112,9 +112,7 @@ class Auxiliaries:
 
     # ------------------------------------------------------------------------------------------------ judging
 
-    def judge(
-        self, step: int, auxiliaries: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool
-    ) -> bool:
+    def judge(self, step: int, auxiliaries: Sequence[m.Member], suspects: Counter[MemberKey], *, everyone_holds: bool) -> bool:
         """Blame the auxiliaries that an attempt of `step` suffered from; True if it failed for their sake.
 
         Then it is made again, also if some members hold the average: none is left out for an auxiliary's sake.

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from swarm.base.ids import MemberKey
 from swarm.policy.shares import Report, choose_auxiliaries, choose_shares, hagenbach_bischoff
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[str, str]
 
 
 def _report(offer: m.Assisting) -> Report:
@@ -27,8 +26,8 @@ class RoundShares:
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        self._links: dict[Key, tuple[float | None, float | None]] = {}
-        self._last: dict[Key, float] = {}
+        self._links: dict[MemberKey, tuple[float | None, float | None]] = {}
+        self._last: dict[MemberKey, float] = {}
         #: The last auxiliaries, or why there were none.
         self._told = ""
         #: Why the shares, and the auxiliaries, are what they are.

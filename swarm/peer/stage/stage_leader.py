@@ -11,6 +11,7 @@ from collections import Counter
 
 from swarm.averaging.reduction import num_chunks_of
 from swarm.base.errors import LinkError, RemoteError, Stalled
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
@@ -225,7 +226,7 @@ class StageLeader:
         began = asyncio.get_running_loop().time()
         replies = await self._reduce_all(request, targets, progress)
         holders: dict[str, list[m.Member]] = {}
-        suspects: Counter[tuple[str, str]] = Counter()
+        suspects: Counter[MemberKey] = Counter()
         reasons: list[str] = []
         stalled: list[m.Member] = []
         squares = 0.0

@@ -14,6 +14,7 @@ from swarm.averaging.all_reduce import Round, StageSum
 from swarm.averaging.local_updates import LocalAccumulator, OwnCopy
 from swarm.averaging.reduction import RoundFailed
 from swarm.base.errors import LinkError
+from swarm.base.ids import MemberKey
 from swarm.net.transport import Progress
 from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.accumulator import Accumulator
@@ -67,7 +68,7 @@ class StepState:
         #: How answers advance of those that wait for no heartbeat of this stage: members of other stages, and auxiliaries.
         self.from_others = Progress()
         #: Of the requests to each auxiliary in the round.
-        self.turns: dict[tuple[str, str], Turns] = {}
+        self.turns: dict[MemberKey, Turns] = {}
         #: What was sealed, on its device; taken by the round of the same attempt.
         self._contribution: torch.Tensor | None = None
         #: The last average that a newer attempt replaced: a record that was decided on it may yet arrive.

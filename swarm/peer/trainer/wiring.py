@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+from swarm.base.ids import MemberKey
 from swarm.peer.presence import Presence
 from swarm.policy.routing import MAX_CANDIDATES, StageRouter
 from swarm.wire import messages as m
@@ -26,7 +27,7 @@ class Wiring:
     ) -> None:
         self._presence = presence
         self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
-        self._members: list[dict[tuple[str, str], m.Member]] = [{} for _ in range(num_stages)]
+        self._members: list[dict[MemberKey, m.Member]] = [{} for _ in range(num_stages)]
 
     def set_record(self, record: m.CommitRecord) -> None:
         """Take over the members of the newest record; those that are not ready are not routed to."""

@@ -150,14 +150,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         if options.state_dir is None and context.config.checkpoint_every:
             announcer.say("keeps no checkpoints: name a --state-dir, unless other peers of this stage do")
 
-        def checked(steps: Sequence[int], damaged: Sequence[StorageError]) -> None:
-            for error in damaged:
-                reports.send("damaged", message=str(error))
-            reports.send("checked", steps=list(steps))
-
         peer.on_move.append(moved)
-        peer.on_checked = checked
-        peer.on_refused = lambda error: reports.send("refused", message=str(error))
         fixed = ["--stage", str(stage)]
         return peer, lambda: announce(
             PROGRAM, _with_stage(argv, stage), context, run, f"stage {stage}", announcer, reports, fixed=fixed, stage=stage
@@ -238,6 +231,11 @@ def _prepare(
         limit, what = int(device_memory(device) * DEFAULT_MEMORY_PART), f"{DEFAULT_MEMORY_PART:.0%} of what is free for it now"
     flops_per_s = measured_flops(device)
 
+    def checked(steps: Sequence[int], damaged: Sequence[StorageError]) -> None:
+        for error in damaged:
+            reports.send("damaged", message=str(error))
+        reports.send("checked", steps=list(steps))
+
     def build(stage: int) -> StagePeer:
         return StagePeer(
             context,
@@ -254,6 +252,8 @@ def _prepare(
                 free_bytes=lambda: device_memory(device),
                 flops_per_s=flops_per_s,
             ),
+            on_checked=checked,
+            on_refused=lambda error: reports.send("refused", message=str(error)),
         )
 
     return build, device, flops_per_s

@@ -22,9 +22,15 @@ from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
+from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.load import LoadMeter
 from swarm.peer.stage.rounds import Rounds
+from swarm.peer.stage.saved_states import SavedStates
+from swarm.peer.stage.stage_context import BytesMoved, StageContext
 from swarm.peer.stage.stage_leader import StageLeader
 from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.stage.step_state import OpenSteps
+from swarm.peer.stage.sum_copies import SumCopies
 from swarm.stage.compute import StageCompute
 from swarm.stage.executor import ThreadExecutor, Threads
 from swarm.stage.optimizer import moments_for
@@ -83,10 +89,12 @@ async def serve(options: dict[str, Any]) -> None:
     compute = StageCompute(OneParameter(num_elements), 0, precision=config.precision, seed=0)
     threads = Threads(**{name: ThreadExecutor(name) for name in ("compute", "background", "storage")})
     moments = moments_for(config, compute.layout, dtype=compute.master_dtype, device="cpu")
-    tasks = Tasks()
-    member = StageMember(link, 0, compute, moments, threads, tasks)
-    Rounds(link, member)
-    StageLeader(link, member, tasks)
+    here = StageContext(link, compute, moments, threads, Tasks(), BytesMoved())
+    steps = OpenSteps(here)
+    held = CommittedState(here, steps, SumCopies(here, steps), SavedStates(here, None))
+    member = StageMember(here, held, steps, LoadMeter(here, held), lambda: ())
+    Rounds(here, held, member)
+    StageLeader(here, held, member)
     accumulator = member.step_state(0).accumulator
     accumulator.ledger.grant(index, accumulator.ledger.attempt)
     accumulator.add(index, LedgerEntry(1, 0.0), [gradient_of(index, num_elements)])

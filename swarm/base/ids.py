@@ -10,8 +10,10 @@ from typing import NamedTuple
 PeerId = str
 #: 16 hex digits drawn at each process start.
 Incarnation = str
+#: A peer in one incarnation.
+MemberKey = tuple[PeerId, Incarnation]
 #: 64 hex digits: names one version of the whole model.
-Head = str
+VersionId = str
 #: 64 hex digits: hash of the run's configuration bytes.
 RunId = str
 

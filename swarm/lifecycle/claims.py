@@ -6,18 +6,17 @@ the member is excluded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from swarm.base.ids import MemberKey
 from swarm.wire.messages import Attempt, Member, Seal
-
-Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """`granted`, `denied` for good, or `conflict`: ask `holder` to give its unused claim back first."""
+class ClaimAnswer:
+    """The answer to a claim: `granted`, `denied` for good, or `conflict`: ask `holder` to give its unused claim back first."""
 
     verdict: Literal["granted", "denied", "conflict"]
     reason: str = ""
@@ -27,17 +26,25 @@ class Answer:
 class ClaimBook:
     """Who may accumulate, or has accumulated, each ticket of one step at one stage."""
 
-    def __init__(self, step: int, attempt: Attempt, members: Iterable[Member]) -> None:
+    def __init__(
+        self,
+        step: int,
+        attempt: Attempt,
+        members: Iterable[Member],
+        *,
+        excluded: Mapping[MemberKey, Member] | None = None,
+        is_collected: bool = True,
+    ) -> None:
         self.step = step
         self.attempt = attempt
-        self.members: dict[Key, Member] = {member.key: member for member in members}
-        self.excluded: dict[Key, Member] = {}
-        self._holder: dict[int, Key] = {}
+        self.members: dict[MemberKey, Member] = {member.key: member for member in members}
+        self.excluded: dict[MemberKey, Member] = dict(excluded or {})
+        self._holder: dict[int, MemberKey] = {}
         self._ledgered: set[int] = set()
-        self._overflowed: dict[int, set[Key]] = {}
+        self._overflowed: dict[int, set[MemberKey]] = {}
         #: False from the start of a collection until `load`: a grant meanwhile would be forgotten by `load`, and the
         #: ticket granted twice.
-        self.is_collected = True
+        self.is_collected = is_collected
 
     def load(self, seals: Iterable[Seal]) -> None:
         """Take over the ledgers that a collection returned; unused claims from before are void.
@@ -59,33 +66,33 @@ class ClaimBook:
             for index in seal.overflow:
                 self._overflowed.setdefault(index, set()).add(seal.member.key)
 
-    def ask(self, member: Member, index: int) -> Answer:
-        """One member asks for one ticket."""
+    def ask(self, member: Member, index: int) -> ClaimAnswer:
+        """ClaimAnswer the claim of one member on one ticket."""
         if not self.is_collected:
-            return Answer("denied", "the ledgers are being collected")
+            return ClaimAnswer("denied", "the ledgers are being collected")
         if member.key not in self.members:
-            return Answer("denied", "not a member of this stage in this step")
+            return ClaimAnswer("denied", "not a member of this stage in this step")
         if member.key in self.excluded:
-            return Answer("denied", "excluded for this step")
+            return ClaimAnswer("denied", "excluded for this step")
         if member.key in self._overflowed.get(index, ()):
-            return Answer("denied", "overflowed at this member before")
+            return ClaimAnswer("denied", "overflowed at this member before")
         holder = self._holder.get(index)
         if holder is None:
             self._holder[index] = member.key
-            return Answer("granted")
+            return ClaimAnswer("granted")
         if index in self._ledgered:
-            return Answer("denied", "already in a ledger")
+            return ClaimAnswer("denied", "already in a ledger")
         if holder == member.key:
-            return Answer("granted")
-        return Answer("conflict", "claimed by another member", self.members[holder])
+            return ClaimAnswer("granted")
+        return ClaimAnswer("conflict", "claimed by another member", self.members[holder])
 
     def give_back(self, index: int, holder: Member) -> None:
-        """`holder` gave its unused claim back."""
+        """Note that `holder` gave its unused claim back."""
         if self._holder.get(index) == holder.key and index not in self._ledgered:
             del self._holder[index]
 
     def mark_held(self, index: int, holder: Member) -> None:
-        """`holder` said that the ticket is in its ledger."""
+        """Note that `holder` said that the ticket is in its ledger."""
         if self._holder.get(index) == holder.key:
             self._ledgered.add(index)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.base.errors import InternalError
@@ -11,7 +11,7 @@ from swarm.wire.messages import MAX_SAVED, Attempt, Member, Seal, StageResult, T
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Tickets by what is known of them at one stage.
+    """What is known of the tickets at one stage.
 
     Invariant: `held` and `overflow` are disjoint; each held ticket is in exactly one ledger (promise 1).
     """
@@ -26,11 +26,13 @@ class Coverage:
 
     @property
     def covered(self) -> frozenset[int]:
+        """The tickets that need not be computed again."""
         return self.held | self.overflow
 
 
 def coverage_of(seals: Iterable[Seal]) -> Coverage:
-    """
+    """Compare the seals of one stage.
+
     Raises:
         InternalError: if a ticket is in two ledgers.
     """
@@ -55,6 +57,11 @@ def coverage_of(seals: Iterable[Seal]) -> Coverage:
     )
 
 
+def covered_by_all(stages: Sequence[Coverage]) -> frozenset[int]:
+    """Return the tickets that every one of `stages` covers."""
+    return stages[0].covered.intersection(*(stage.covered for stage in stages[1:]))
+
+
 def stage_result(
     attempt: Attempt,
     seals: tuple[Seal, ...],
@@ -64,7 +71,7 @@ def stage_result(
     *,
     tied: TiedDigests = (),
 ) -> StageResult:
-    """What a stage contributes to the commit record, from the seals of the attempt that was averaged."""
+    """Return what a stage contributes to the commit record, from the seals of the attempt that was averaged."""
     coverage = coverage_of(seals)
     return StageResult(
         attempt=attempt,
@@ -81,7 +88,7 @@ def stage_result(
 
 
 def torn_tie(results: Iterable[StageResult]) -> str:
-    """The name of a tied parameter whose sums differ between stages, or "".
+    """Return the name of a tied parameter whose sums differ between stages, or "".
 
     Copies of one parameter stay the same bits only if every stage takes the same sum: averages of different attempts
     do not belong together.

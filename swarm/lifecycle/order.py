@@ -6,7 +6,7 @@ from swarm.wire.messages import CommitRecord, Operate, Order
 
 
 def changed(order: Order, wanted: Operate, num_commits: int, *, is_paused: bool) -> tuple[Order, str]:
-    """The order that follows from `wanted`, and what will happen, in words.
+    """Return the order that follows from `wanted`, and what will happen, in words.
 
     A step under way is always ended first, so whatever is ordered begins with a committed step. A paused run has none: it
     stops where it stands.
@@ -31,7 +31,7 @@ def changed(order: Order, wanted: Operate, num_commits: int, *, is_paused: bool)
 
 
 def fault_of(wanted: Operate, num_commits: int, total_steps: int) -> str:
-    """Why `wanted` asks for what cannot be, or ""."""
+    """Tell why `wanted` asks for what cannot be, or ""."""
     if num_commits >= total_steps:
         return f"the run is over: all {total_steps} steps (total_steps) have committed"
     if wanted.at_step is not None and wanted.at_step <= num_commits:
@@ -43,6 +43,6 @@ def fault_of(wanted: Operate, num_commits: int, total_steps: int) -> str:
 
 
 def is_stopped(record: CommitRecord, order: Order | None = None) -> bool:
-    """No step follows `record`, until an operator has the run go on; by its own order, or a later one."""
+    """Tell whether no step follows `record`, by its own order or a later one, until an operator has the run go on."""
     stop_at = (order or record.order).stop_at
     return stop_at is not None and record.step + 1 >= stop_at

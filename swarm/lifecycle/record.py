@@ -1,4 +1,4 @@
-"""The commit record: heads, the genesis record, and the pure decision that ends a step."""
+"""The commit record: names of versions, the genesis record, and the pure decision that ends a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
-from swarm.base.ids import Ballot, Head, RunId
+from swarm.base.ids import Ballot, RunId, VersionId
 from swarm.lifecycle.coverage import torn_tie
 from swarm.lifecycle.order import is_stopped
 from swarm.wire.messages import CommitRecord, Member, Move, StageResult
@@ -17,14 +17,14 @@ from swarm.wire.messages import CommitRecord, Member, Move, StageResult
 Members = tuple[tuple[Member, ...], ...]
 
 
-def version_id_of(previous: Head, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> Head:
-    """Names one version of the whole model: a hash over the previous head and what this step did to it."""
+def version_id_of(previous: VersionId, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> VersionId:
+    """Return the name of a version of the whole model: a hash over the name before and what this step did to it."""
     content = [previous, step, list(digests), clip_coefficient.hex(), skipped]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def genesis_version_id(run: RunId) -> Head:
-    """The head of the initial values, which are a function of the configuration alone."""
+def genesis_version_id(run: RunId) -> VersionId:
+    """Return the name of the initial version, which is a function of the configuration alone."""
     return hashlib.sha256(b"genesis\0" + run.encode()).hexdigest()
 
 
@@ -34,17 +34,18 @@ SCALE_GROWTH_STEPS = 200
 
 
 def genesis_record(config: RunConfig, run: RunId, ballot: Ballot, members: Members) -> CommitRecord:
+    """Return the record with which a run begins."""
     scale = FIRST_LOSS_SCALE if config.precision == "fp16" else 1.0
     return CommitRecord(run=run, step=-1, version_id=genesis_version_id(run), ballot=ballot, members=members, loss_scale=scale)
 
 
 def restoring_record(record: CommitRecord, *, era: int, ballot: Ballot, members: Members) -> CommitRecord:
-    """Sets the run back to `record.version_id`: the same version, in the next era, with those who hold it as members."""
+    """Return a record that sets the run back to `record.version_id`: the same version in the next era, with who holds it."""
     return record.model_copy(update={"era": era, "ballot": ballot, "members": members, "moves": ()})
 
 
 def is_checkpoint_due(config: RunConfig, record: CommitRecord) -> bool:
-    """The state which `record` made is to be written to disk."""
+    """Tell whether the state that `record` made is to be written to disk."""
     num_commits, every = record.step + 1, config.checkpoint_every
     if num_commits == 0:
         return False
@@ -53,15 +54,16 @@ def is_checkpoint_due(config: RunConfig, record: CommitRecord) -> bool:
 
 
 def is_replayable(config: RunConfig, step: int) -> bool:
-    """The tickets of `step` use parameters that stay known: the initial ones, or those of a regular checkpoint."""
+    """Tell whether the tickets of `step` use parameters that stay known: the initial ones, or those of a regular checkpoint."""
     base, every = config.base_step(step), config.checkpoint_every
     return config.mode == "sync" and (base == 0 or (every > 0 and base % every == 0))
 
 
 def checkpoint_writers(config: RunConfig, record: CommitRecord, stage: int) -> tuple[Member, ...]:
-    """The members of `stage` that write it: of those with a directory the first `checkpoint_copies`.
+    """Return the members of `stage` that write the checkpoint: of those with a directory the first `checkpoint_copies`.
 
-    All of them, if not even the last checkpoint but one is on every stage's disk: those that were to write may not be able to.
+    All members with a directory write, if not even the last checkpoint but one is on every stage's disk: the first ones may not
+    be able to.
     """
     able = tuple(x for x in record.members[stage] if x.ready and x.keeps_checkpoints)
     is_late = 0 < 2 * config.checkpoint_every < record.step + 1 - record.saved
@@ -69,7 +71,7 @@ def checkpoint_writers(config: RunConfig, record: CommitRecord, stage: int) -> t
 
 
 def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
-    """As `torch.nn.utils.clip_grad_norm_` computes it."""
+    """Compute the factor by which gradients are clipped, as `torch.nn.utils.clip_grad_norm_` does."""
     return min(1.0, max_grad_norm / (grad_norm + 1e-6))
 
 
@@ -84,7 +86,7 @@ def decide(
     reopened: int = 0,
     moves: tuple[Move, ...] = (),
 ) -> CommitRecord:
-    """The record of the step after `previous`; its head is a function of `previous.version_id` and the averages alone.
+    """Return the record after `previous`; its `version_id` is a function of `previous.version_id` and the averages alone.
 
     Raises:
         InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens or on
@@ -140,28 +142,28 @@ MAX_FAULTY_STEPS = 3
 
 
 def is_faulty(record: CommitRecord) -> bool:
-    """The step was skipped for numbers that are not finite, and no smaller loss scale will help.
+    """Tell whether the step was skipped for numbers that are not finite, and no smaller loss scale will help.
 
-    What fp16 skips until its loss scale fits is none; nor is a step that had no tokens to learn from.
+    A step that fp16 skips until its loss scale fits is not faulty, nor is one that had no tokens to learn from.
     """
     has_overflow = any(result.num_overflow for result in record.results)
     return record.skipped and (record.loss_scale == 1.0 if has_overflow else record.tokens > 0)
 
 
 def saved_by_all(results: Sequence[StageResult]) -> set[int]:
-    """Numbers of commits of the checkpoints that some member of every stage has on disk."""
+    """Return the numbers of commits of the checkpoints that some member of every stage has on disk."""
     return set.intersection(*(set(result.saved) for result in results)) if results else set()
 
 
 def fault_of(config: RunConfig, record: CommitRecord) -> str:
-    """What makes `record` one that no coordinator of the run can have written, or ""; checked before it is handed on."""
+    """Tell what makes `record` one that no coordinator of the run can have written, or ""; checked before it is handed on."""
     if len(record.members) != config.num_stages:
         return f"members of {len(record.members)} stages"
     if record.step == -1:
         return (
             ""
             if record.version_id == genesis_version_id(record.run) and not record.results
-            else "a genesis record with another head"
+            else "a genesis record with another version"
         )
     if record.step >= config.total_steps:
         return f"step {record.step} of {config.total_steps}"
@@ -179,5 +181,5 @@ def fault_of(config: RunConfig, record: CommitRecord) -> str:
     if record.version_id != version_id_of(
         record.previous_version_id, record.step, digests, record.clip_coefficient, record.skipped
     ):
-        return "the head does not follow from the averages"
+        return "the version does not follow from the averages"
     return ""

@@ -83,6 +83,7 @@ class Ledger:
             self._claims[index] = attempt.order
 
     def may_add(self, index: int) -> bool:
+        """Tell whether `index` may be accumulated now."""
         return self.state == "open" and index not in self and self._claims.get(index) == self.attempt.order
 
     def add(self, index: int, entry: LedgerEntry, *, overflow: bool = False) -> None:
@@ -96,7 +97,7 @@ class Ledger:
         self._claims.pop(index, None)
 
     def resolve(self, index: int, entry: LedgerEntry, *, overflow: bool) -> None:
-        """What a device told later of a ticket that `add` marked; nothing if it is not held any more."""
+        """Note what a device told later of a ticket that `add` marked; nothing if it is not held any more."""
         if index in self.entries:
             self.entries[index] = entry
             if overflow:
@@ -124,22 +125,23 @@ class Ledger:
         self._claims.clear()
 
     def spoil(self) -> None:
-        """The sum of finite gradients is not finite: every ticket in it counts as overflow."""
+        """Count every ticket of the sum as overflow: their gradients are finite, but the sum is not."""
         self.overflow.update(self.entries)
         self.entries.clear()
 
     def discard(self) -> None:
-        """A backward failed halfway: nothing of this accumulator counts, and no claim from before does."""
+        """Forget all tickets and claims: a backward failed halfway, and nothing of this accumulator counts."""
         self.entries.clear()
         self.overflow.clear()
         self._claims.clear()
 
     def move(self, event: str) -> None:
+        """Move along the table; an event that it does not list raises `InternalError`."""
         with self._moving:
             self.state = STEP.next(self.state, event)
 
     def move_in(self, attempt: Attempt, event: str) -> bool:
-        """Whether the ledger is still of the attempt `attempt`, and in a state where `event` may come."""
+        """Move along the table if the ledger is still of `attempt`, in a state where `event` may come; False if it is not."""
         with self._moving:
             may = attempt.order == self.attempt.order and STEP.allows(self.state, event)
             if may:
@@ -147,6 +149,7 @@ class Ledger:
             return may
 
     def seal(self, member: Member, version_id: str, state_digest: str, saved: tuple[int, ...] = ()) -> Seal:
+        """Return what this ledger holds, as the member's part of the attempt."""
         return Seal(
             member=member,
             ledger=tuple(sorted(self.entries)),

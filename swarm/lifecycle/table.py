@@ -17,7 +17,7 @@ class Table:
     transitions: Mapping[tuple[str, str], str]
 
     def next(self, state: str, event: str) -> str:
-        """The state after `event`.
+        """Return the state after `event`.
 
         Raises:
             InternalError: if the table does not list the pair.
@@ -28,8 +28,10 @@ class Table:
             raise InternalError(f"{self.name}: event {event!r} is not allowed in state {state!r}") from None
 
     def allows(self, state: str, event: str) -> bool:
+        """Tell whether the table lists the pair."""
         return (state, event) in self.transitions
 
     @property
     def states(self) -> frozenset[str]:
+        """All states that the table names."""
         return frozenset({self.initial, *(s for s, _ in self.transitions), *self.transitions.values()})

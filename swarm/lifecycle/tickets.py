@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Key = tuple[str, str]
+from swarm.base.ids import MemberKey
 
 
 @dataclass(slots=True)
 class _Lease:
-    trainer: Key
+    trainer: MemberKey
     until: float
 
 
@@ -34,7 +34,7 @@ class TicketPool:
         #: Peers that should not be asked for a ticket again if others can be.
         self.avoid: dict[int, frozenset[str]] = {}
 
-    def lease(self, trainer: Key, want: int, *, now: float, lease_s: float) -> list[int]:
+    def lease(self, trainer: MemberKey, want: int, *, now: float, lease_s: float) -> list[int]:
         """Hand out up to `want` free tickets, lowest index first."""
         taken = sorted(self._free)[:want]
         for index in taken:
@@ -43,11 +43,11 @@ class TicketPool:
         return taken
 
     def num_again(self, indexes: Iterable[int]) -> int:
-        """How many of these were leased before."""
+        """Count those of `indexes` that were leased before."""
         return len(self._freed.intersection(indexes))
 
-    def renew(self, trainer: Key, holding: Iterable[int], *, now: float, lease_s: float) -> None:
-        """A trainer says what it works on: leases live on, and those a new coordinator did not know are noted."""
+    def renew(self, trainer: MemberKey, holding: Iterable[int], *, now: float, lease_s: float) -> None:
+        """Note what a trainer works on: its leases live on, and those that a new coordinator did not know are added."""
         held = set(holding)
         for index in held:
             lease = self._leased.get(index)
@@ -58,14 +58,14 @@ class TicketPool:
                 self._leased[index] = _Lease(trainer, now + lease_s)
 
     def done(self, index: int) -> None:
-        """A trainer got the ticket's result back."""
+        """Note that a trainer got the ticket's result back."""
         if 0 <= index < self.num_tickets:
             self._free.pop(index, None)
             self._leased.pop(index, None)
             self._done.add(index)
 
     def free(self, indexes: Iterable[int]) -> None:
-        """These must be computed (again): a seal did not cover them."""
+        """Lease these again: a seal did not cover them."""
         for index in indexes:
             if index not in self._free:
                 self._freed.add(index)
@@ -73,21 +73,28 @@ class TicketPool:
             self._done.discard(index)
             self._free[index] = None
 
+    def avoid_peers(self, index: int, peers: frozenset[str]) -> None:
+        """Have `peers` asked for the ticket only where no others can be."""
+        self.avoid[index] = self.avoid.get(index, frozenset()) | peers
+
     def expire(self, now: float) -> list[int]:
         """Free the leases of trainers that are silent; returns the tickets."""
         late = sorted(index for index, lease in self._leased.items() if lease.until <= now)
         self.free(late)
         return late
 
-    def drop_trainer(self, trainer: Key) -> None:
+    def drop_trainer(self, trainer: MemberKey) -> None:
+        """Free the leases of a trainer that leaves."""
         self.free([index for index, lease in self._leased.items() if lease.trainer == trainer])
 
     @property
     def num_free(self) -> int:
+        """Tickets that nobody works on or has done."""
         return len(self._free)
 
     @property
     def num_done(self) -> int:
+        """Tickets that were reported done."""
         return len(self._done)
 
     @property

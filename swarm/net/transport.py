@@ -76,7 +76,7 @@ Handler = Callable[[Frame, Progress], Awaitable[Frame]]
 class Transport(abc.ABC):
     """Sends requests and serves them. One instance per peer."""
 
-    #: Gives writable memory for a body that comes in: a peer whose device copies from pinned memory sets its own.
+    #: Gives writable memory for a body that comes in.
     allocate: Callable[[int], memoryview] = staticmethod(pageable)
 
     def __init__(self) -> None:
@@ -87,6 +87,10 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def carried(self) -> tuple[int, int]:
         """Bytes that this peer's link has carried so far, out (and arrived) and in; what cannot be told is not counted."""
+
+    def receive_into(self, allocate: Callable[[int], memoryview]) -> None:
+        """Take memory for bodies from `allocate`: for a peer whose device copies from pinned memory."""
+        self.allocate = allocate
 
     @property
     def loop_late_s(self) -> float | None:

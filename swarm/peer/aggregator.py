@@ -55,11 +55,11 @@ class _Attempt:
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def may_begin(self, asked_after: float) -> bool:
-        """It has begun, or its leader asked a short while ago."""
+        """Tell whether it has begun, or its leader asked a short while ago."""
         return self.reduction is not None or self.asked_at > asked_after
 
     def end(self, reason: str) -> None:
-        """Whoever waits is told now."""
+        """End the attempt: whoever waits is told now."""
         if self.reduction is not None:
             self.reduction.fail(RoundFailed(reason))
         self.settled.set()
@@ -133,7 +133,7 @@ class Aggregator:
         )
 
     def _make_room(self, attempt: _Attempt) -> None:
-        """Invariant: all attempts together need no more than `limit_bytes`, and their members' requests are admitted."""
+        """Keep the invariant: all attempts together need no more than `limit_bytes`, and their members' requests are admitted."""
         others = self._attempts.values()
         num_bytes = attempt.num_bytes + sum(other.num_bytes for other in others)
         if num_bytes > self._limit_bytes:
@@ -210,7 +210,8 @@ class Aggregator:
         return lambda: reduction.num_parts + self._executor.finished + served.num_bytes
 
     async def _all_reduced(self, reduction: Reduction) -> None:
-        """
+        """Wait until all parts are reduced.
+
         Raises:
             RoundFailed: naming those whose parts are missing, if nothing moves for a while. It ends before the members' own
                 patience with this peer does.
@@ -275,7 +276,7 @@ class Aggregator:
         )
 
     def status(self) -> dict[str, str | int | float | bool]:
-        """What an operator wants to see."""
+        """Return what an operator wants to see."""
         return {
             "attempts_helped": self._num_attempts,
             "attempts_under_way": len(self._attempts),
@@ -299,6 +300,7 @@ class Aggregator:
         return any(attempt.may_begin(asked_after) for attempt in self._attempts.values())
 
     def close(self) -> None:
+        """End what is under way, and the thread."""
         for attempt in self._attempts.values():
             attempt.end("this peer leaves")
         self._executor.close()

@@ -24,7 +24,7 @@ WITHDRAWN_TTL_S = 1.0
 
 
 def member_of(record: PeerRecord) -> Member:
-    """The peer that announced `record`."""
+    """Return the peer that announced `record`."""
     return Member(peer=record.peer, incarnation=record.incarnation, host=record.host, port=record.port)
 
 
@@ -61,11 +61,11 @@ async def withdraw(link: Link, key: str, make: Callable[[], PeerRecord]) -> None
 
 
 async def find_coordinators(link: Link) -> list[Member]:
-    """Coordinators that announce themselves, highest ballot first."""
+    """Return the coordinators that announce themselves, highest ballot first."""
     records = await link.context.dht.lookup(coordinator_key(link.context.run))
     return [member_of(r) for r in sorted(records, key=lambda r: (r.ballot, r.peer), reverse=True)]
 
 
 async def find_aggregators(link: Link) -> list[Member]:
-    """Peers that announce that they reduce parts of averages."""
+    """Return the peers that announce that they reduce parts of averages."""
     return [member_of(record) for record in await link.context.dht.lookup(aggregator_key(link.context.run))]

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swarm.peer.context import PeerContext
+from swarm.peer.coordinator.candidacy import STATE
 from swarm.peer.coordinator.election import Election
-from swarm.peer.coordinator.vigil import STATE
+from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
+from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:
@@ -21,24 +23,28 @@ DRAIN_S = 8.0
 
 
 class Backbone:
-    """Serves until stopped.
+    """Bootstraps newcomers and perhaps coordinates, until it is stopped.
 
     Args:
         context: who this peer is.
         aggregator: makes the part that helps with averages; None if it does not.
+        plan: decides who moves to another stage, while this peer coordinates.
     """
 
-    def __init__(self, context: PeerContext, aggregator: Callable[[Link], Aggregator] | None = None) -> None:
+    def __init__(
+        self, context: PeerContext, aggregator: Callable[[Link], Aggregator] | None = None, *, plan: Planner = plan_moves
+    ) -> None:
         self.context = context
         self._tasks = Tasks()
         self.link = Link(context)
-        self.election = Election(self.link, self._tasks, rank=0)
+        self.election = Election(self.link, self._tasks, rank=0, plan=plan)
         self.aggregator = None if aggregator is None else aggregator(self.link)
         RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
         self._stopped = asyncio.Event()
 
     @property
     def record(self) -> m.CommitRecord | None:
+        """The newest record, while this peer coordinates."""
         return self.election.coordinator.record if self.election.coordinator is not None else None
 
     def _status(self) -> m.StatusReply:
@@ -51,7 +57,7 @@ class Backbone:
             "total_steps": self.context.config.total_steps,
         }
         if coordinator is not None:
-            detail |= {"trainers": len(coordinator.trainers), "moves": coordinator.rebalancing.reason[:200]}
+            detail |= {"trainers": len(coordinator.leasing.trainers), "moves": coordinator.rebalancing.reason[:200]}
         waiting_for = self.election.waiting_for or (str(heard.detail.get("waiting_for", "")) if heard is not None else "")
         if waiting_for:
             detail["waiting_for"] = waiting_for[:200]
@@ -65,25 +71,27 @@ class Backbone:
             member=self.context.member(),
             step=step,
             version_id=version_id,
-            state="coordinating" if coordinator else STATE if self.election.vigil is not None else "watching",
+            state="coordinating" if coordinator else STATE if self.election.candidacy is not None else "watching",
             detail=detail,
             stages=stages,
             ballot=self.election.ballot,
         )
 
     async def start(self) -> None:
+        """Serve, join the DHT and stand for election."""
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
-        self._tasks.start(self.election.run(), "seat", vital=True)
+        self._tasks.start(self.election.run(), "election", vital=True)
         if self.aggregator is not None:
             self._tasks.start(self.aggregator.announce_loop(), "announce aggregator")
 
     def stop(self) -> None:
+        """End `run`."""
         self._stopped.set()
 
     async def run(self) -> None:
-        """Until `stop`.
+        """Wait for `stop`.
 
         Raises:
             SwarmError: a part of the peer failed.
@@ -91,6 +99,7 @@ class Backbone:
         await self._tasks.until(self._stopped)
 
     async def close(self) -> None:
+        """End the steps that this peer coordinates and the averages that it helps with, within a bound, and go."""
         until = asyncio.get_running_loop().time() + DRAIN_S
         await self.election.retire(until)
         if self.aggregator is not None:

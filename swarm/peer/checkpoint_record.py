@@ -23,7 +23,7 @@ _MAX_FILE_BYTES = 2**24
 
 
 class LastCheckpointRecord:
-    """Of one run. Without a state directory it lasts as long as the process."""
+    """Keeps the record of one run. Without a state directory it lasts as long as the process."""
 
     def __init__(self, context: PeerContext) -> None:
         self._context = context
@@ -54,14 +54,14 @@ class LastCheckpointRecord:
         return record.run == self._context.run and not fault_of(self._context.config, record)
 
     def note(self, record: m.CommitRecord) -> None:
-        """`record` is the newest of the lineage that this peer follows."""
+        """Keep `record`, the newest of the lineage that this peer follows, if it asks for a checkpoint."""
         if is_checkpoint_due(self._context.config, record):
             self._keep(record)
         elif self.record is not None and record.saved > self.record.saved:
             self._keep(self.record.model_copy(update={"saved": record.saved}))
 
     def hear(self, record: m.CommitRecord) -> None:
-        """`record` is the checkpoint record of another peer, who may be gone when it matters."""
+        """Keep `record`, the checkpoint record of another peer, if it is newer: that peer may be gone when it matters."""
         if not self._is_of_this_run(record):
             return
         saved = max(record.saved, 0 if self.record is None else self.record.saved)

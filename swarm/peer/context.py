@@ -16,23 +16,23 @@ from swarm.wire.messages import Member
 
 
 def stage_key(run: RunId, stage: int) -> str:
-    """DHT key under which the peers of a stage announce themselves."""
+    """Return the DHT key under which the peers of a stage announce themselves."""
     return f"{run}/stage/{stage}"
 
 
 def coordinator_key(run: RunId) -> str:
-    """DHT key under which coordinators announce themselves."""
+    """Return the DHT key under which coordinators announce themselves."""
     return f"{run}/coordinator"
 
 
 def aggregator_key(run: RunId) -> str:
-    """DHT key under which backbones announce that they reduce parts of averages."""
+    """Return the DHT key under which backbones announce that they reduce parts of averages."""
     return f"{run}/aggregator"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerContext:
-    """Built once by a launcher (or a simulation) and handed to a `StagePeer`, `Trainer` or `Backbone`.
+    """A peer's surroundings, built once by a launcher or a simulation for a `StagePeer`, `Trainer` or `Backbone`.
 
     `transport` and `dht` are not started yet. `bootstrap` are addresses of peers that are in the swarm already.
     """
@@ -53,10 +53,12 @@ class PeerContext:
 
     @functools.cached_property
     def run(self) -> RunId:
+        """The run's name: a hash of its configuration."""
         return run_id_of(self.config_bytes)
 
     @property
     def peer(self) -> PeerId:
+        """The peer's name: a hash of its public key."""
         return self.identity.peer_id
 
     @property
@@ -65,7 +67,7 @@ class PeerContext:
         return Address(self.advertise_host, self.advertise_port or self.transport.address.port)
 
     def member(self, *, ready: bool = True) -> Member:
-        """This peer as others see it."""
+        """Return this peer as others see it."""
         return Member(
             peer=self.peer,
             incarnation=self.incarnation,

@@ -1,4 +1,4 @@
-"""One hop of a micro-batch: try a stage's candidates in order until one answers. Shared by trainers and stage peers.
+"""One hop of a micro-batch: ask a stage's candidates in order until one answers. Shared by trainers and stage peers.
 
 Only the candidate's own fault moves the caller on; a refusal that speaks of the ticket itself passes unchanged.
 """
@@ -35,7 +35,7 @@ class HopResult:
 
 
 def _living(link: Link, members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Those that are not known to be silent; all if nobody else is left, for the stage before them may reach them."""
+    """Return those that are not known to be silent; all if nobody else is left, for the stage before them may reach them."""
     silent = link.presence.liveness.silent(x.key for x in members)
     return tuple(x for x in members if x.key not in silent) or members
 
@@ -77,7 +77,7 @@ async def call_stage(
             failed.append((candidate, f"{type(error).__name__}: {error}"[:300], waited))
         member, reason, _ = failed[-1]
         logger.debug("stage %d: %s passed by after %.1f s: %s", stage, member.peer[:8], loop.time() - began, reason)
-        progress.advance()  # there is one less to try: whoever waits for this peer waits on
+        progress.advance()  # there is one less to ask: whoever waits for this peer waits on
     told = [*((member, reason) for member, reason, _ in failed), *candidates.left_out()]
     reasons = "; ".join(f"{member.peer[:8]} {reason}" for member, reason in told) or "the route names nobody"
     code = "failed_everywhere" if failed and num_useless == len(told) else "no_candidate"

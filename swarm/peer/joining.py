@@ -26,7 +26,7 @@ _NOT_ASKED: Exception = TimeoutError()
 
 @dataclass(frozen=True, kw_only=True)
 class Contacts:
-    """Addresses known from an earlier life in `run`. What serves another run there now is not heeded."""
+    """Addresses known from an earlier life in `run`. Whoever serves another run there now is passed over."""
 
     run: RunId
     addresses: Sequence[Address]
@@ -35,7 +35,7 @@ class Contacts:
 async def fetch_run(
     transport: Transport, named: Address, *, run: RunId | None = None, contacts: Contacts | None = None, deadline_s: float
 ) -> RunInfo:
-    """The run of the peer at `named`, else of whoever of `contacts` answers first; asked until `deadline_s` has passed.
+    """Ask the peer at `named` for its run, else whoever of `contacts` answers first, until `deadline_s` has passed.
 
     Args:
         transport: asks.
@@ -88,7 +88,7 @@ def _hint(named: Address, last: Exception) -> str:
 
 
 async def _ask(transport: Transport, address: Address, run: RunId | None, limit_s: float) -> RunInfo | Exception:
-    """What the peer at `address` says of its run, or why it does not within `limit_s`."""
+    """Return what the peer at `address` says of its run, or why it does not within `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             reply = await transport.call(address, Frame(Hello()), stall_s=limit_s)
@@ -100,7 +100,7 @@ async def _ask(transport: Transport, address: Address, run: RunId | None, limit_
 
 
 async def _first_of(asking: Sequence[Coroutine[Any, Any, RunInfo | Exception]]) -> RunInfo | None:
-    """The first that is an answer, without waiting for the others."""
+    """Return the first that is an answer, without waiting for the others."""
     tasks = [asyncio.ensure_future(one) for one in asking]
     try:
         for task in asyncio.as_completed(tasks):
@@ -116,7 +116,7 @@ async def _first_of(asking: Sequence[Coroutine[Any, Any, RunInfo | Exception]]) 
 async def require_alone(
     transport: Transport, peer: PeerId, record: CommitRecord | None, *, own: Address, deadline_s: float
 ) -> None:
-    """No member that `record` lists is this peer and lives: two that announce themselves alike hide one another.
+    """Make sure that no living member of `record` is this peer: two that announce themselves alike hide one another.
 
     Args:
         transport: asks.

@@ -41,7 +41,7 @@ class RefusedBy(RemoteRefused):
 
 
 class Link:
-    """One peer's way to ask and be asked."""
+    """Asks other peers for one peer, and answers them."""
 
     def __init__(self, context: PeerContext) -> None:
         self.context = context
@@ -50,9 +50,11 @@ class Link:
         self._handlers: dict[type[Message], MessageHandler] = {}
 
     def register(self, kind: type[Message], handler: MessageHandler) -> None:
+        """Have `handler` answer messages of this kind, in the place of the one before."""
         self._handlers[kind] = handler
 
     async def serve(self) -> None:
+        """Begin to answer."""
         await self.context.transport.start(self._handle)
 
     async def _handle(self, frame: Frame, progress: Progress) -> Frame:
@@ -156,6 +158,7 @@ class Tasks:
         self.failure: asyncio.Future[None] | None = None
 
     def start(self, work: Coroutine[Any, Any, Any], name: str, *, vital: bool = False) -> asyncio.Task[Any]:
+        """Run `work` in the background; `until` raises the failure of what is vital."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks[task] = None
         if vital and self.failure is None:
@@ -186,6 +189,7 @@ class Tasks:
             self.failure.result()
 
     async def close(self) -> None:
+        """Cancel all tasks, and wait until they have ended."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -11,7 +11,7 @@ from swarm.policy.bandwidth import WINDOW_S, Meter
 
 
 class LinkMeters:
-    """Both directions of one peer's link."""
+    """Measures both directions of one peer's link."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -20,6 +20,7 @@ class LinkMeters:
 
     @property
     def is_measuring(self) -> bool:
+        """A round is being measured."""
         return self._num_rounds > 0
 
     @contextlib.asynccontextmanager

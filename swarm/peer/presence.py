@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from swarm.base.config import Timing
 from swarm.base.errors import LinkBroken, LinkError, RemoteError, Unreachable
+from swarm.base.ids import MemberKey
 from swarm.net.transport import Progress
 from swarm.policy.liveness import Liveness, Stillness
 from swarm.wire.framing import Frame
@@ -28,7 +29,7 @@ STILL_PART = 0.25
 
 
 class _Counted(Progress):
-    """What one call moved, and whoever waits for it counts too."""
+    """Counts what one call moved; whoever waits for it counts too."""
 
     def __init__(self, counted: Progress | None) -> None:
         super().__init__(among=counted)
@@ -49,7 +50,7 @@ class _Call:
 
 
 class Presence:
-    """One peer's view of who is there.
+    """Knows which peers are there, as far as one peer can tell.
 
     Args:
         status_of: asks a peer how it is; raises as `Link.ask`.
@@ -63,14 +64,14 @@ class Presence:
         self.liveness = Liveness(max_look_s=timing.record_ttl_s)
         self._calls: dict[_Call, None] = {}
         #: Under way: who is looked at already is not looked at twice.
-        self._looks: dict[tuple[str, str], asyncio.Task[bool]] = {}
+        self._looks: dict[MemberKey, asyncio.Task[bool]] = {}
         self._slots = asyncio.Semaphore(MAX_LOOKS)
         self._woken = asyncio.Event()
         #: Set, and replaced, when a look has ended.
         self._looked = asyncio.Event()
 
     def failed(self, member: Member, error: LinkError) -> None:
-        """A call to `member` failed."""
+        """Note that a call to `member` failed."""
         now, reason = asyncio.get_running_loop().time(), f"{type(error).__name__}: {error}"[:300]
         if isinstance(error, Unreachable):
             self.liveness.fell_silent(member, reason, now=now)
@@ -78,17 +79,17 @@ class Presence:
             self.liveness.failed(member, reason, now=now)
         self._woken.set()
 
-    def doubt(self, member: Member, reason: str) -> None:
-        """Somebody else could not use `member`: it is looked at."""
+    def suspect(self, member: Member, reason: str) -> None:
+        """Have `member` looked at, which somebody else could not use."""
         self.liveness.doubt(member, reason, now=asyncio.get_running_loop().time())
         self._woken.set()
 
     def heard(self, member: Member) -> None:
-        """It did what was asked of it, or others say so."""
+        """Note that `member` did what was asked of it, or that others say so."""
         self.liveness.answered(member.key, now=asyncio.get_running_loop().time())
 
     async def look(self, member: Member) -> bool:
-        """Does this incarnation answer at its address?"""
+        """Tell whether this incarnation answers at its address."""
         task = self._begin_look(member)
         await asyncio.wait([task])
         return not task.cancelled() and task.result()
@@ -122,7 +123,7 @@ class Presence:
         return not reason
 
     async def watched(self, member: Member, call: Callable[[Progress], Awaitable[Frame]], progress: Progress | None) -> Frame:
-        """The result of `call` to `member`, whose patience is long.
+        """Return the result of `call` to `member`, whose patience is long.
 
         Raises:
             LinkBroken: it stood still, and `member` did not answer a look.
@@ -141,7 +142,7 @@ class Presence:
         finally:
             del self._calls[watched]
 
-    def _doubt_still_ones(self, now: float) -> None:
+    def _suspect_still_ones(self, now: float) -> None:
         for call in self._calls:
             if call.stillness.is_due(call.progress.count, now=now):
                 self.liveness.doubt(call.member, "a call stands still", now=now)
@@ -153,23 +154,23 @@ class Presence:
                 call.scope.reschedule(now)
 
     async def look_ended(self) -> None:
-        """Until somebody was looked at; for so long at most as a look takes."""
+        """Wait until somebody was looked at; for so long at most as a look takes."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._look_s):
                 await self._looked.wait()
 
     async def answering(self, members: Sequence[Member]) -> list[Member]:
-        """Those of `members` that answer now, in the same order."""
+        """Return those of `members` that answer now, in the same order."""
         answers = await asyncio.gather(*(self.look(member) for member in members))
         return [member for member, answers_now in zip(members, answers, strict=True) if answers_now]
 
     async def keep_looking(self) -> None:
-        """Look at whoever is in doubt, and again at those that are silent, for ever."""
+        """Look at whoever is suspected, and again at those that are silent, for ever."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 self._woken.clear()
-                self._doubt_still_ones(loop.time())
+                self._suspect_still_ones(loop.time())
                 room = max(0, MAX_LOOKS - len(self._looks))
                 for member in self.liveness.due(now=loop.time(), limit=room, timeout_s=2 * self._look_s):
                     self._begin_look(member)
@@ -196,7 +197,7 @@ class Candidates:
         self._tried: list[Member] = []
 
     async def next(self, also: Sequence[Member] = ()) -> Member | None:
-        """Whom to try now; None if nobody is left. A call to the one before has failed, by its own or by the link's fault.
+        """Return whom to ask now; None if nobody is left. A call to the one before has failed, by its own or by the link's fault.
 
         When the others are looked at, those of `also` that are not silent are, too.
         """
@@ -214,6 +215,6 @@ class Candidates:
         return self._tried[-1]
 
     def left_out(self) -> list[tuple[Member, str]]:
-        """Who was not tried, and why not."""
+        """Return who was not asked, and why not."""
         tried = {x.key for x in self._tried}
         return [(x, self._presence.liveness.why(x.key) or "not asked") for x in self._members if x.key not in tried]

@@ -17,7 +17,7 @@ MAX_TOLD = 64
 
 
 class Lasting:
-    """One thing that an operator may have to be told."""
+    """Tells when an operator has to be told what a peer waits for."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -26,7 +26,7 @@ class Lasting:
         self._told: dict[str, None] = {}
 
     def is_news(self, text: str) -> bool:
-        """Note that it is so now; "" is nothing to tell. True if it is to be told now."""
+        """Note what it is now, "" for nothing; True if it is to be told now."""
         now = asyncio.get_running_loop().time()
         if text != self._text:
             self._text, self._since = text, now

@@ -232,6 +232,10 @@ class StageCompute:
             block.forward = torch.compile(block.forward, dynamic=False)
         return list(module.blocks)
 
+    def received_frozen(self) -> None:
+        """`frozen` holds what another peer sent."""
+        self.has_frozen = True
+
     def warm_up(self, version: Version, *, num_samples: int, sequence_length: int) -> None:
         """Compile what is to be compiled, tens of seconds at the first time, by computing on an example."""
         if not self._compiled:

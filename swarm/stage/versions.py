@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.base.ids import Head
+from swarm.base.ids import VersionId
 from swarm.stage.layout import Layout
 from swarm.stage.moments import OptimizerState
 from swarm.wire.messages import CommitRecord
@@ -24,7 +24,7 @@ class Version:
     parameters: dict[str, torch.Tensor] = field(repr=False)
 
     @property
-    def version_id(self) -> Head:
+    def version_id(self) -> VersionId:
         return self.record.version_id
 
     @property
@@ -70,7 +70,7 @@ class VersionStore:
     def newest(self) -> Version:
         return self._versions[-1]
 
-    def get(self, version_id: Head) -> Version | None:
+    def get(self, version_id: VersionId) -> Version | None:
         return next((v for v in reversed(self._versions) if v.version_id == version_id), None)
 
     def at(self, num_commits: int) -> Version | None:

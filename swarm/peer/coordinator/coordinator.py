@@ -1,30 +1,31 @@
 """The coordinator: ends steps and decides records. Any backbone or trainer can be it; `election` decides who is.
 
-Its parts: `leadership` (what they share), `leasing` (tickets to trainers), `stage_leads` (ledgers and averages from stages),
-`next_members` (who the next record lists), `lineage` (which head the run goes on from). It holds nothing that members could not
-tell a successor; the decision itself is pure: `lifecycle/record.py`.
+Its parts: `leadership` (what they share), `leasing` (tickets to trainers), `stage_leaders` (ledgers and averages from stages),
+`next_members` (who the next record lists), `lineage` (which version the run goes on from), `rebalancing` (who moves) and
+`operating` (what an operator asked). It holds nothing that members could not tell a successor; the decision itself is pure:
+`lifecycle/record.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Coroutine, Iterable
+from itertools import pairwise
 from typing import Any
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
-from swarm.lifecycle.coverage import Coverage, coverage_of
-from swarm.lifecycle.order import changed, fault_of, is_stopped
+from swarm.lifecycle.coverage import coverage_of, covered_by_all
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.coordinator.leadership import Demoted, Key, Leadership, Rivalry, Rosters
+from swarm.peer.coordinator.leadership import Demoted, Leadership, Rivalry, Rosters
 from swarm.peer.coordinator.leasing import Leasing
 from swarm.peer.coordinator.lineage import NUM_ASKED_AT_START, Lineage
 from swarm.peer.coordinator.next_members import NextMembers
-from swarm.peer.coordinator.rebalancing import Rebalancing
-from swarm.peer.coordinator.stage_leaders import StageLeads, StageLost
+from swarm.peer.coordinator.operating import Operating
+from swarm.peer.coordinator.rebalancing import Planner, Rebalancing
+from swarm.peer.coordinator.stage_leaders import StageLeaders, StageLost
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.policy.schedule import learning_rate
 from swarm.wire import messages as m
@@ -41,45 +42,51 @@ class Coordinator:
         ballot: that it was elected with.
         rosters: finds announced peers.
         record: the newest that the members know; None before the run has begun.
-        term_n: highest number of a attempt that they have seen.
+        attempt_n: highest number of an attempt that they have seen.
+        plan: decides who moves to another stage.
     """
 
     def __init__(
-        self, link: Link, tasks: Tasks, ballot: Ballot, rosters: Rosters, *, record: m.CommitRecord | None, attempt_n: int
+        self,
+        link: Link,
+        tasks: Tasks,
+        ballot: Ballot,
+        rosters: Rosters,
+        *,
+        record: m.CommitRecord | None,
+        attempt_n: int,
+        plan: Planner,
     ) -> None:
         self._tasks = tasks
         self._leadership = Leadership(link, ballot, rosters)
         self._config = link.context.config
         self._timing = self._config.timing
         self.leasing = Leasing(self._leadership)
-        self.rebalancing = Rebalancing(self._leadership)
-        self._leads = StageLeads(self._leadership, attempt_n, self.rebalancing.hear)
+        self.rebalancing = Rebalancing(self._leadership, plan)
+        self._leads = StageLeaders(self._leadership, attempt_n, self.rebalancing.hear)
         self._lineage = Lineage(self._leadership)
         self.next_members = NextMembers(self._leadership, self._leads, tasks)
         self._checked = 0.0
-        #: Since when nobody of some stage holds the newest head.
-        self._without_state_since = math.inf
         #: Stages of which no member keeps checkpoints, as they were told last.
         self._unsaved: list[int] = []
-        self._order = record.order if record is not None else m.Order()
+        self._operating = Operating(self._leadership, record.order if record is not None else m.Order())
         if record is not None:
             self._leadership.take(record)
 
     @property
     def ballot(self) -> Ballot:
+        """The ballot of this leadership."""
         return self._leadership.ballot
 
     @property
     def record(self) -> m.CommitRecord | None:
+        """The newest record; None before the run has begun."""
         return self._leadership.record
 
     @property
     def waiting_for(self) -> str:
+        """What the run waits for, in words."""
         return self._leadership.waiting_for
-
-    @property
-    def trainers(self) -> dict[Key, float]:
-        return self.leasing.trainers
 
     @property
     def is_under_way(self) -> bool:
@@ -91,8 +98,8 @@ class Coordinator:
         self._leadership.demote(reason)
         await self._leadership.notify()
 
-    async def doubt(self) -> None:
-        """A candidate that nobody could tell of a record goes on looking for one, until it has written the first."""
+    async def look_for_record(self) -> None:
+        """Look for a record, as a candidate that nobody could tell of one, until this coordinator has written the first."""
         while self.record is None:
             await asyncio.sleep(self._timing.request_s / 2)
             try:
@@ -108,36 +115,19 @@ class Coordinator:
         await self._leadership.notify()
 
     async def on_operate(self, message: m.Operate, remote: str) -> m.Operated:
-        """An operator's word. Only who can run programs on this machine is one: the connection comes from here.
+        """An operator pauses, resumes or stops the run.
 
         Raises:
-            Refuse: it comes from elsewhere, or asks for what cannot be.
+            Refuse: as `Operating.take`.
         """
-        here = self._leadership.context.advertise_host
-        if remote != here and remote != "::1" and not remote.startswith("127."):
-            raise Refuse("not_member", f"the run is operated from the machine of its coordinator, {here}, not from {remote}")
-        num_commits = self.record.step + 1 if self.record is not None else 0
-        fault = fault_of(message, num_commits, self._config.total_steps)
-        if fault:
-            raise Refuse("bad_request", fault)
-        self._order, text = changed(self._order, message, num_commits, is_paused=self._is_paused)
-        logger.warning("operator: %s: %s", message.action, text)
-        self.leasing.paused, self.leasing.finished = self._is_paused, self._is_stopped
+        operated = self._operating.take(message, remote)
+        self.leasing.pause(self._operating.is_paused)
+        self.leasing.finish(self._operating.is_stopped)
         await self._leadership.notify()
-        return m.Operated(step=num_commits, text=text)
-
-    @property
-    def _is_paused(self) -> bool:
-        """The step in which an operator asked for a pause has committed."""
-        return self._order.paused and self.record is not None and self.record.order.paused
-
-    @property
-    def _is_stopped(self) -> bool:
-        """As many steps have committed as an operator asked for."""
-        return self.record is not None and is_stopped(self.record, self._order)
+        return operated
 
     async def on_join(self, message: m.Join) -> m.Joining:
-        """A stage peer wants to be listed in the next record, or to leave."""
+        """Note that a stage peer wants to be listed in the next record, or to leave."""
         if message.stage >= self._config.num_stages:
             raise Refuse("wrong_stage", f"the run has {self._config.num_stages} stages")
         own_reason = ""
@@ -150,14 +140,14 @@ class Coordinator:
         return m.Joining(waiting_for=(own_reason or self.waiting_for)[:2000])
 
     def on_place(self, message: m.Place) -> m.Placed:
-        """A newcomer asks which stage it should serve; whoever asks next finds it there."""
+        """Tell a newcomer which stage it should serve; whoever asks next finds it there."""
         listed = self.record.members if self.record is not None else ((),) * self._config.num_stages
         return self.rebalancing.place(message, listed, self.next_members.coming)
 
     # ------------------------------------------------------------------------------------------------ the leadership
 
     async def run(self, prepared: dict[int, m.StageResult]) -> None:
-        """Reign, also once the run is finished: the leadership ends by an exception only.
+        """Lead, also once the run is finished: the leadership ends by an exception only.
 
         Args:
             prepared: for each stage the prepared attempt of the next step that a live member holds; if every stage has
@@ -171,38 +161,38 @@ class Coordinator:
         if len(prepared) == self._config.num_stages:
             logger.info("step %d: deciding on the prepared attempts found", self._leadership.newest.step + 1)
             await self._commit([prepared[stage] for stage in range(self._config.num_stages)], reopened=0)
-        self.leasing.paused = self._is_paused
+        self.leasing.pause(self._operating.is_paused)
         self.leasing.open_pools()
         await self._or_set_back(self._recover())
         told = False
         while True:
             step = self._leadership.newest.step + 1
             is_over = step == self._config.total_steps
-            self.leasing.finished = is_over or self._is_stopped
+            self.leasing.finish(is_over or self._operating.is_stopped)
             if is_over:
-                self._leadership.waiting_for = "nothing: the run is finished"
+                self._leadership.tell_waiting("nothing: the run is finished")
                 if not told:
                     logger.info("the run is done: its %d steps have committed", self._config.total_steps)
                     await self._leadership.notify()
                 told = True
                 await self._or_set_back(self._watch_over_the_end())
-            elif self._is_stopped:
-                self._leadership.waiting_for = f"an operator: the run was stopped after step {step}"
+            elif self._operating.is_stopped:
+                self._leadership.tell_waiting(f"an operator: the run was stopped after step {step}")
                 await self._leadership.wait(self._timing.record_ttl_s)
             else:
                 await self._or_set_back(self._end_step(step))
 
     async def _watch_over_the_end(self) -> None:
-        """No step follows in which it would show that nobody holds what the last one made.
+        """Look after the last step: no other follows in which it would show that nobody holds what the last one made.
 
         Raises:
             StageLost: those who should do not.
         """
         await asyncio.sleep(self._timing.coordinator_s)
-        self._look_for_stages_without_state()
+        self.next_members.require_state()
 
     async def survey(self) -> None:
-        """For the whole leadership, also once the run is finished: who was cut off meanwhile still waits for its last record."""
+        """Tell the newest record to those who were cut off meanwhile, for the whole leadership, also once the run is finished."""
         await self._lineage.survey_loop(lambda: self.next_members.joining)
 
     async def _begin(self) -> None:
@@ -214,7 +204,7 @@ class Coordinator:
             short = [k for k, xs in enumerate(peers) if len(xs) < config.min_peers_per_stage]
             quiet = self.next_members.quiet_s
             if short or quiet < self._timing.genesis_quiet_s:
-                leadership.waiting_for = f"peers of stages {short}" if short else "more peers"
+                leadership.tell_waiting(f"peers of stages {short}" if short else "more peers")
                 await leadership.wait(self._timing.request_s if short else max(0.01, self._timing.genesis_quiet_s - quiet))
                 continue
             ready_since = leadership.now if ready_since is None else ready_since
@@ -224,22 +214,19 @@ class Coordinator:
                 break
             if leadership.waiting_for != reason:
                 logger.warning("waiting for %s", reason)
-            leadership.waiting_for = reason
+            leadership.tell_waiting(reason)
             await leadership.wait(self._timing.request_s / 2)
         self.next_members.began(record)
         await self._publish(record, ())
 
     async def _recover(self) -> None:
-        """After an election: ask the members what they hold of the open steps, so that nothing is computed twice."""
+        """Ask the members, after an election, what they hold of the open steps, so that nothing is computed twice."""
         if self.ballot.counter > 1:
-            self.leasing.recovering = True
-            try:
+            with self.leasing.recovering():
                 for step, pool in self.leasing.pools.items():
                     gathered = await self._leads.gather_all(step, freeze=False)
-                    for index in _covered_by_all([coverage_of(seals) for seals in gathered]):
+                    for index in covered_by_all([coverage_of(seals) for seals in gathered]):
                         pool.done(index)
-            finally:
-                self.leasing.recovering = False
         await self._leadership.notify()
 
     async def _or_set_back(self, work: Coroutine[Any, Any, None]) -> None:
@@ -262,57 +249,53 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ one step
 
     async def _end_step(self, step: int) -> None:
-        """From open tickets to the commit record: collect, seal, average, decide; any failure raises the attempt.
+        """Take `step` from open tickets to its record: collect, seal, average, decide; any failure raises the attempt.
 
-        None of it where an operator stops the run while it is paused before `step`.
+        Nothing is done if an operator stops the run while it is paused before `step`.
         """
         leadership, pool = self._leadership, self._pool(step)
         all_tickets = set(range(self._config.tickets_per_step))
         reopened = 0
         while True:
             await self._collect_tickets(step)
-            if self._is_stopped:
+            if self._operating.is_stopped:
                 return
-            complete_at = leadership.now
-            leadership.waiting_for = f"seals of step {step}"
+            times = [leadership.now]
+            leadership.tell_waiting(f"seals of step {step}")
             gathered = await self._leads.gather_all(step, freeze=True)
             coverages = [coverage_of(seals) for seals in gathered]
-            missing = all_tickets - _covered_by_all(coverages)
+            missing = all_tickets - covered_by_all(coverages)
             if missing:
                 logger.info("step %d: tickets %s are missing; reopened", step, sorted(missing))
                 reopened += 1
                 for coverage in coverages:
                     for index, peers in coverage.unconfirmed.items():
-                        pool.avoid[index] = pool.avoid.get(index, frozenset()) | peers
+                        pool.avoid_peers(index, peers)
                 excluded = frozenset(x.peer for x in self._leads.excluded())
                 for index in missing:
-                    pool.avoid[index] = pool.avoid.get(index, frozenset()) | excluded
+                    pool.avoid_peers(index, excluded)
                 await self._leads.gather_all(step, freeze=False)
                 pool.free(missing)
                 await leadership.notify()
                 continue
             for peer in sorted({peer for coverage in coverages for peer in coverage.blamed}):
                 logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
-            leadership.waiting_for = f"averages of step {step}"
-            sealed_at = leadership.now
+            leadership.tell_waiting(f"averages of step {step}")
+            times.append(leadership.now)
             results = await self._leads.average_all(step, gathered)
-            if results is None or not self._enough(results):
+            if results is None or not self._leads.have_enough(results):
                 reopened += 1
                 await leadership.wait(0.05)
                 continue
-            averaged_at = leadership.now
+            times.append(leadership.now)
             await self._commit(results, reopened=reopened)
-            logger.debug(
-                "step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s",
-                step,
-                sealed_at - complete_at,
-                averaged_at - sealed_at,
-                leadership.now - averaged_at,
-            )
+            seconds = [end - begin for begin, end in pairwise((*times, leadership.now))]
+            logger.debug("step %d: sealed in %.3f s, averaged in %.3f s, told in %.3f s", step, *seconds)
             return
 
     def _pool(self, step: int) -> TicketPool:
-        """
+        """Return the tickets of `step`.
+
         Raises:
             Demoted: this coordinator leaves, and does not begin `step` any more.
         """
@@ -322,51 +305,20 @@ class Coordinator:
         return pool
 
     async def _collect_tickets(self, step: int) -> None:
-        """Until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire meanwhile."""
+        """Wait until every ticket of `step` was reported done, or the run is stopped; leases of silent trainers expire."""
         leadership, leasing = self._leadership, self.leasing
-        while not self._is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
-            leadership.waiting_for = "an operator: the run is paused" if leasing.paused else f"tickets of step {step}"
+        while not self._operating.is_stopped and (not (pool := self._pool(step)).complete or leasing.evaluation_due is not None):
+            leadership.tell_waiting("an operator: the run is paused" if leasing.paused else f"tickets of step {step}")
             late = pool.expire(leadership.now)
             if late:
                 logger.info("step %d: leases of tickets %s expired", step, late)
                 await leadership.notify()
             if leadership.now - self._checked > (1.0 if leasing.is_uncertain else self._timing.coordinator_s):
-                leasing.is_uncertain = False
+                leasing.leaders_are_looked_at()
                 await self._leads.check(step, None if leasing.paused else (pool.num_done, pool.num_free))
-                self._look_for_stages_without_state()
+                self.next_members.require_state()
                 self._checked = leadership.now
             await leadership.wait(self._timing.lease_s / 8)
-
-    def _look_for_stages_without_state(self) -> None:
-        """Members that live and are listed as ready, but have the state of another head, would never serve the tickets.
-
-        Raises:
-            StageLost: a stage has had none but such for `stage_lost_s`.
-        """
-        now, lost_s = self._leadership.now, self._timing.stage_lost_s
-        bare = self.next_members.stages_without_state()
-        self._without_state_since = min(self._without_state_since, now) if bare else math.inf
-        if now - self._without_state_since > lost_s:
-            self._without_state_since = math.inf
-            raise StageLost(
-                f"no member of stages {bare} has held the state of step {self._leadership.newest.step + 1} for {lost_s:g} s"
-            )
-
-    def _enough(self, results: list[m.StageResult]) -> bool:
-        """With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members.
-
-        The operator chose that the run stops rather than split: of two halves of a partition at most one goes on.
-        """
-        if self._config.min_peers_per_stage == 1:
-            return True
-        for stage, result in enumerate(results):
-            members = self._leads.members(stage)
-            need = max(self._config.min_peers_per_stage, len(members) // 2 + 1)
-            if len(result.holders) < need:
-                self._leadership.waiting_for = f"{need} peers of stage {stage} ({len(result.holders)} are here)"
-                self._leads.forgive(stage)
-                return False
-        return True
 
     # ------------------------------------------------------------------------------------------------ decision
 
@@ -393,7 +345,7 @@ class Coordinator:
         await self._publish(record, self._leads.excluded())
 
     def _tell_of_unsaved(self, record: m.CommitRecord) -> None:
-        """Where no member of a stage keeps checkpoints, those of the others are of no use; said once, until it is others."""
+        """Warn once of stages that nobody keeps checkpoints of: those of the others are of no use then."""
         if is_checkpoint_due(self._config, record):
             unsaved = [k for k in range(self._config.num_stages) if not checkpoint_writers(self._config, record, k)]
             if unsaved not in ([], self._unsaved):
@@ -411,12 +363,12 @@ class Coordinator:
         Invariant: the record is complete before anyone hears of it, and never changes afterwards.
         """
         leadership = self._leadership
-        record = record.model_copy(update={"order": self._order})
+        record = record.model_copy(update={"order": self._operating.order})
         previous = leadership.record.members if leadership.record is not None else ()
         extra = {x.key: x for xs in previous for x in xs} | {x.key: x for x in others}
         leadership.take(record)
         self._leads.begin_step()
-        self.leasing.paused = self._is_paused
+        self.leasing.pause(self._operating.is_paused)
         self.leasing.open_pools()
         heard: set[int] = set()
         told = asyncio.Event()
@@ -444,7 +396,3 @@ class Coordinator:
         except TimeoutError:
             logger.warning("record of step %d: only stages %s took it so far", record.step, sorted(heard))
         await leadership.notify()
-
-
-def _covered_by_all(coverages: list[Coverage]) -> frozenset[int]:
-    return coverages[0].covered.intersection(*(c.covered for c in coverages[1:]))

@@ -1,7 +1,7 @@
 """Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
 
 Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members. While a
-stage has nobody, one candidate waits in the coordinator's place (`vigil.py`) instead of all out-bidding each other.
+stage has nobody, one candidate waits in the coordinator's place (`candidacy.py`) instead of all out-bidding each other.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import asyncio
 import logging
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.base.ids import Ballot
+from swarm.base.ids import Ballot, MemberKey
 from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
+from swarm.peer.coordinator.candidacy import STATE, BackOff, Candidacy, found, in_words
 from swarm.peer.coordinator.coordinator import Coordinator
-from swarm.peer.coordinator.leadership import Demoted, Key
-from swarm.peer.coordinator.vigil import STATE, BackOff, Vigil, found, in_words
+from swarm.peer.coordinator.leadership import Demoted
+from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
@@ -29,24 +31,25 @@ logger = logging.getLogger(__name__)
 class Election:
     """One candidate. `rank` delays its candidacy: backbones (0) stand before trainers (1)."""
 
-    def __init__(self, link: Link, tasks: Tasks, *, rank: int) -> None:
+    def __init__(self, link: Link, tasks: Tasks, *, rank: int, plan: Planner = plan_moves) -> None:
         self._link = link
         self._tasks = tasks
         self.context = link.context
         self._timing = link.context.config.timing
         self._rank = rank
+        self._plan = plan
         self.coordinator: Coordinator | None = None
         self._highest = 0
         self._retiring = False
         #: While a stage has nobody and this candidate waits for one.
-        self.vigil: Vigil | None = None
+        self.candidacy: Candidacy | None = None
         self._pause = BackOff()
         #: No candidacy before this time of the loop.
         self._stand_at = 0.0
         #: Times in a row that all stages were there for this peer, while another waits in the coordinator's place for one.
         self._better = 0
         #: Who was there when an election failed all the same.
-        self._met: set[Key] = set()
+        self._met: set[MemberKey] = set()
         #: Failures to be elected that were logged.
         self._told: set[str] = set()
         #: The coordinator as far as this peer knows; trainers lease from it.
@@ -63,34 +66,34 @@ class Election:
     @property
     def ballot(self) -> int:
         """Counter of the ballot with which this peer coordinates or waits in the coordinator's place; -1 if it does neither."""
-        holder = self.coordinator or self.vigil
+        holder = self.coordinator or self.candidacy
         return -1 if holder is None else holder.ballot.counter
 
     @property
     def waiting_for(self) -> str:
         """What the run waits for, if this peer coordinates or waits in the coordinator's place."""
-        holder = self.coordinator or self.vigil
+        holder = self.coordinator or self.candidacy
         return "" if holder is None else holder.waiting_for
 
     def _leading(self) -> Coordinator:
         if self.coordinator is None:
-            waits = f": the run waits for {self.vigil.waiting_for}" if self.vigil is not None else ""
+            waits = f": the run waits for {self.candidacy.waiting_for}" if self.candidacy is not None else ""
             raise Refuse("unknown", f"this peer is not the coordinator{waits}")
         return self.coordinator
 
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
-        if self.vigil is not None:
-            return await self.vigil.on_lease(message)
+        if self.candidacy is not None:
+            return await self.candidacy.on_lease(message)
         return await self._leading().leasing.on_lease(message)
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
-        if self.vigil is not None and not message.leaving:
-            return self.vigil.on_join()
+        if self.candidacy is not None and not message.leaving:
+            return self.candidacy.on_join()
         return await self._leading().on_join(message)
 
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
-        if self.vigil is not None:
-            return self.vigil.on_place()
+        if self.candidacy is not None:
+            return self.candidacy.on_place()
         return self._leading().on_place(message)
 
     async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
@@ -105,7 +108,7 @@ class Election:
             self.changed.set()
 
     async def run(self) -> None:
-        """Watch and stand until this peer retires."""
+        """Watch the coordinator, and stand when there is none, until this peer retires."""
         silent = 0
         while not self._retiring:
             now = asyncio.get_running_loop().time()
@@ -154,14 +157,14 @@ class Election:
         coordinator = self.coordinator
         if coordinator is None:
             return
-        if coordinator.is_under_way and coordinator.trainers.keys() - {self.context.member().key}:
+        if coordinator.is_under_way and coordinator.leasing.trainers.keys() - {self.context.member().key}:
             await coordinator.retire()
             while self.coordinator is coordinator and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
     async def _find(self, *, above: Ballot | None = None) -> bool:
-        """Is there a live coordinator, or a candidate that waits for a stage?
+        """Look for a live coordinator, or a candidate that waits for a stage; True if there is one.
 
         The last known one is asked first, then those in the DHT.
 
@@ -196,12 +199,12 @@ class Election:
         self._better = self._better + 1 if all(there.values()) else 0
         return self._better > 3
 
-    async def _keep_vigil(self, ballot: Ballot, missing: list[int]) -> bool:
+    async def _wait_for_members(self, ballot: Ballot, missing: list[int]) -> bool:
         """Wait until the `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
         loop = asyncio.get_running_loop()
         self._warn(f"not elected: the run waits for {in_words(missing)}")
         self._back_off(str(missing))
-        self.vigil = Vigil(self._link, ballot, missing)
+        self.candidacy = Candidacy(self._link, ballot, missing)
         self._know(self.context.member())
         announcing = self._tasks.start(
             keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)), "announce"
@@ -219,7 +222,7 @@ class Election:
             return False
         finally:
             announcing.cancel()
-            self.vigil = None
+            self.candidacy = None
             if self.known == self.context.member():
                 self._know(None)
 
@@ -236,7 +239,7 @@ class Election:
             missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
             if record is None or not missing:
                 break
-            if not await self._keep_vigil(ballot, missing):
+            if not await self._wait_for_members(ballot, missing):
                 return
         self._told.clear()
         self._met.clear()
@@ -248,6 +251,7 @@ class Election:
             self._live_rosters,
             record=record,
             attempt_n=max((r.attempt.n for r in replies), default=0),
+            plan=self._plan,
         )
         prepared: dict[int, m.StageResult] = {}
         if record is not None:
@@ -266,7 +270,7 @@ class Election:
         self.coordinator = coordinator
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
-        helpers = [
+        background = [
             self._tasks.start(
                 keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)),
                 "announce coordinator",
@@ -274,12 +278,12 @@ class Election:
             self._tasks.start(coordinator.survey(), "survey"),
         ]
         if record is None:
-            helpers.append(self._tasks.start(coordinator.doubt(), "look for a record"))
+            background.append(self._tasks.start(coordinator.look_for_record(), "look for a record"))
         try:
             await coordinator.run(prepared)
         finally:
-            for helper in helpers:
-                helper.cancel()
+            for task in background:
+                task.cancel()
 
     async def _live_rosters(self) -> list[list[m.Member]]:
         return [[member_of(record) for record in roster] for roster in await self._rosters()]

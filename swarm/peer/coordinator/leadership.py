@@ -1,6 +1,7 @@
 """What all parts of a coordinator share: its ballot, the newest record, and whether its leadership still stands.
 
-A leadership ends by `Demoted`; it is in doubt by `Rivalry`. Owns the condition that waiting parts watch; decides nothing.
+A leadership ends by `Demoted`; by `Rivalry` it is open to question. Owns the condition that waiting parts watch; decides
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from swarm.wire import messages as m
 #: Records kept for trainers that lag.
 MAX_RECORDS = 256
 
-Key = tuple[str, str]
 #: Finds the announced peers of every stage: a hint for where to look.
 Rosters = Callable[[], Awaitable[list[list[m.Member]]]]
 
@@ -35,7 +35,7 @@ class Rivalry(SwarmError):
 
 
 class Leadership:
-    """One coordinator's attempt of office."""
+    """One coordinator's leadership, from its election on."""
 
     def __init__(self, link: Link, ballot: Ballot, rosters: Rosters) -> None:
         self.link = link
@@ -57,6 +57,7 @@ class Leadership:
 
     @property
     def now(self) -> float:
+        """The loop's time, in seconds."""
         return asyncio.get_running_loop().time()
 
     @property
@@ -66,18 +67,19 @@ class Leadership:
         return self.record
 
     def take(self, record: m.CommitRecord) -> None:
-        """`record` is the newest from here on."""
+        """Note that `record` is the newest from here on."""
         self.record = record
         self.checkpoint_record.note(record)
         self.records.append(record)
         del self.records[:-MAX_RECORDS]
 
     async def notify(self) -> None:
+        """Wake all who wait in `wait`."""
         async with self.changed:
             self.changed.notify_all()
 
     async def wait(self, seconds: float) -> None:
-        """Until something changes, for at most `seconds`.
+        """Wait until something changes, for at most `seconds`.
 
         Raises:
             Demoted, Rivalry: as `check`.
@@ -90,13 +92,27 @@ class Leadership:
             pass
         self.check()
 
+    def tell_waiting(self, reason: str) -> None:
+        """Note that the run waits for `reason` from here on, as whoever asks is told."""
+        self.waiting_for = reason
+
+    def meet_rival(self, record: m.CommitRecord) -> None:
+        """Note that somebody follows `record`, which is newer and not of this lineage: whoever waits here learns of it."""
+        self.rival = record
+
+    def rival_is_settled(self) -> None:
+        """Note that it is known which of the two lineages goes on."""
+        self.rival = None
+
     def demote(self, reason: str) -> None:
+        """End the leadership: whoever waits in it learns of it."""
         self._demoted = Demoted(reason)
 
     def check(self) -> None:
-        """
+        """Return if this leadership stands.
+
         Raises:
-            Demoted, Rivalry: this leadership is over, or in doubt.
+            Demoted, Rivalry: this leadership is over, or another lineage may go on.
         """
         if self._demoted is not None:
             raise self._demoted
@@ -104,7 +120,7 @@ class Leadership:
             raise Rivalry(self.rival)
 
     def raise_if_newer(self, refused: RefusedBy) -> None:
-        """A refusal may say that another coordinator leads, or that a record exists which this one lacks.
+        """Look whether a refusal says that another coordinator leads, or that a record exists which this one lacks.
 
         Raises:
             Demoted, Rivalry: it does.

@@ -6,11 +6,12 @@ No safety rests on it: a ticket leased twice is accumulated once, because claims
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
-from swarm.base.ids import Ticket
+from swarm.base.ids import MemberKey, Ticket
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.coordinator.leadership import Key, Leadership
+from swarm.peer.coordinator.leadership import Leadership
 from swarm.peer.link import Refuse
 from swarm.wire import messages as m
 
@@ -25,32 +26,53 @@ class Leasing:
         self._leadership = leadership
         self.pools: dict[int, TicketPool] = {}
         #: Trainers seen, with the time of their last word.
-        self.trainers: dict[Key, float] = {}
+        self.trainers: dict[MemberKey, float] = {}
         #: Step after which the held-out samples must be evaluated before anything else is leased.
         self.evaluation_due: int | None = None
         #: Some ticket was not accumulated by every stage: a leader may be gone.
         self.is_uncertain = False
         self.finished = False
-        #: A new coordinator collects the ledgers of the open steps; claims that were granted meanwhile would be void.
-        self.recovering = False
         #: An operator has the run wait: what is leased ends, nothing else is leased.
         self.paused = False
+        #: A new coordinator collects the ledgers of the open steps; claims that were granted meanwhile would be void.
+        self._recovering = False
         #: The coordinator goes: no other step is begun.
-        self.closing = False
-        self._evaluator: tuple[Key, float] | None = None
+        self._closing = False
+        self._evaluator: tuple[MemberKey, float] | None = None
+
+    def pause(self, is_paused: bool) -> None:
+        """Lease nothing else while an operator has the run wait."""
+        self.paused = is_paused
+
+    def finish(self, is_finished: bool) -> None:
+        """Tell trainers that the run is over, or that it is not after all."""
+        self.finished = is_finished
+
+    @contextlib.contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Lease nothing until the block ends, in which a new coordinator collects the ledgers of the open steps."""
+        self._recovering = True
+        try:
+            yield
+        finally:
+            self._recovering = False
+
+    def leaders_are_looked_at(self) -> None:
+        """Note that it is being found out now whether a leader is gone."""
+        self.is_uncertain = False
 
     def open_pools(self) -> None:
-        """One pool for each step whose tickets may be computed on the newest record; others are closed."""
+        """Keep one pool for each step whose tickets may be computed on the newest record."""
         config, commits = self._leadership.config, self._leadership.newest.step + 1
         steps = range(commits, min(commits + config.delay_steps + 1, config.total_steps))
-        if self.closing:
+        if self._closing:
             self.pools = {s: pool for s, pool in self.pools.items() if s in steps}
         else:
             self.pools = {s: self.pools.get(s) or TicketPool(s, config.tickets_per_step) for s in steps}
 
     def close(self) -> None:
         """Begin no other step, and none of which nothing was leased yet."""
-        self.closing = True
+        self._closing = True
         self.pools = {s: pool for s, pool in self.pools.items() if pool.num_free < pool.num_tickets}
 
     def commit_evaluates(self, step: int) -> None:
@@ -61,14 +83,14 @@ class Leasing:
             self.evaluation_due = step
 
     def lost(self, tickets: Iterable[Ticket]) -> None:
-        """The peer that held these has gone with them: they are leased again now, not after the next seal."""
+        """Lease the tickets again now, not after the next seal: the peer that held these has gone with them."""
         for step, index in tickets:
             if step in self.pools and index < self.pools[step].num_tickets:
                 self.pools[step].free([index])
                 self.is_uncertain = True
 
     async def on_lease(self, message: m.Lease) -> m.Leased:
-        """A trainer reports and asks; held open for a while if there is nothing to tell."""
+        """Answer a trainer that reports and asks; it is held open for a while if there is nothing to tell."""
         if self._leadership.config.data_digest and message.data_digest != self._leadership.config.data_digest:
             raise Refuse("bad_request", "the trainer's data differ from the run's")
         trainer, now = message.trainer.key, self._leadership.now
@@ -131,7 +153,7 @@ class Leasing:
             return self._leased(message, finished=True)
         tickets: list[tuple[int, int]] = []
         again = 0
-        for step in [] if self.recovering or self.paused else sorted(self.pools):
+        for step in [] if self._recovering or self.paused else sorted(self.pools):
             want = message.want - len(tickets)
             if want > 0:
                 taken = self.pools[step].lease(trainer, want, now=now, lease_s=self._leadership.timing.lease_s)

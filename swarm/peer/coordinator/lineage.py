@@ -1,4 +1,4 @@
-"""Which head the run goes on from: at its start, when a stage was lost, and when two lineages meet.
+"""Finds the version from which the run goes on: at its start, when a stage was lost, and when two lineages meet.
 
 Owns the search (who lives, who holds what) and the rules of docs/design.md, "Lineage"; `policy/restore.py` chooses, the
 coordinator publishes.
@@ -12,8 +12,9 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
-from swarm.peer.coordinator.leadership import Demoted, Key, Leadership
+from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
 from swarm.wire import messages as m
@@ -33,14 +34,14 @@ _HOLDS_NOTHING = {"wrong_run", "wrong_stage"}
 class _Holdings:
     """What peers could go on from."""
 
-    #: By head.
+    #: By version.
     records: dict[str, m.CommitRecord]
     #: Those, and others that are known though nobody holds them (`peer/checkpoint_record.py`).
     known: dict[str, m.CommitRecord]
     #: For each stage, what each peer holds.
-    stages: list[dict[Key, list[Holding]]]
+    stages: list[dict[MemberKey, list[Holding]]]
     #: Those that can make the initial values.
-    initialised: set[Key]
+    initialised: set[MemberKey]
     #: Those that have a damaged checkpoint, in words.
     damaged: list[str]
     #: The newest number of commits known to be on the disks of all stages; 0 if none is.
@@ -51,7 +52,7 @@ def _has(version_id: str, holdings: list[Holding]) -> bool:
     return any(holding.version_id == version_id for holding in holdings)
 
 
-def _names(keys: Iterable[Key]) -> str:
+def _names(keys: Iterable[MemberKey]) -> str:
     return ", ".join(peer[:8] for peer, _ in keys)
 
 
@@ -61,15 +62,15 @@ class Lineage:
     def __init__(self, leadership: Leadership) -> None:
         self._leadership = leadership
         #: Since when each peer that may hold something has not said what.
-        self._silent_since: dict[Key, float] = {}
+        self._silent_since: dict[MemberKey, float] = {}
 
     async def starting_record(
         self, peers: list[list[m.Member]], *, era: int, waited_s: float
     ) -> tuple[m.CommitRecord | None, str]:
-        """The record to go on from: the newest head that the peers hold complete, else the initial values.
+        """Find the record to go on from: the newest version that the peers hold complete, else the initial values.
 
         Args:
-            peers: of each stage, all of whom become members; those that do not hold the head are not ready.
+            peers: of each stage, all of whom become members; those that do not hold the version are not ready.
             era: the lowest that the record may have.
             waited_s: how long there has been a peer of every stage, and others were waited for.
 
@@ -97,7 +98,7 @@ class Lineage:
         if newest.version_id == best.version_id:
             logger.info("going on: %s", reason)
         else:
-            logger.warning("going on from an earlier head than that of step %d: %s", newest.step + 1, reason)
+            logger.warning("going on from an earlier version than that of step %d: %s", newest.step + 1, reason)
         record = held.records[best.version_id]
         if is_checkpoint_due(self._leadership.config, record):
             record = record.model_copy(update={"saved": record.step + 1})
@@ -106,10 +107,10 @@ class Lineage:
     async def _held(self, peers: list[list[m.Member]]) -> _Holdings:
         records: dict[str, m.CommitRecord] = {}
         checkpoint_record = self._leadership.checkpoint_record
-        stages: list[dict[Key, list[Holding]]] = []
-        initialised: set[Key] = set()
+        stages: list[dict[MemberKey, list[Holding]]] = []
+        initialised: set[MemberKey] = set()
         damaged: list[str] = []
-        silent: list[Key] = []
+        silent: list[MemberKey] = []
         told_by = await together(*(together(*(self._holdings(k, x) for x in xs)) for k, xs in enumerate(peers)))
         for stage, (candidates, answers) in enumerate(zip(peers, told_by, strict=True)):
             stages.append({})
@@ -138,9 +139,9 @@ class Lineage:
         return _Holdings(records, known, stages, initialised, damaged, saved)
 
     def _obstacle(self, peers: list[list[m.Member]], held: _Holdings, best: Holding | None, waited_s: float) -> str:
-        """Why the run should not go on with what is held, for which it has waited so long; "" if it may.
+        """Tell why the run should not go on with what is held, for which it has waited so long; "" if it may.
 
-        Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer head from their disks: for as
+        Those who do not say what they hold have `stage_lost_s` for it. Others may bring a newer version from their disks: for as
         long if the run can go on from an older one, else without end. Nor does it begin again if records tell that every stage
         had a checkpoint of one step, or while a damaged one lies somewhere: its operator may have a copy.
         """
@@ -164,8 +165,8 @@ class Lineage:
                 f"a checkpoint of one step in every stage ({has}): start a peer whose state directory has what is missing, or "
                 "all with empty ones to begin again"
             )
-        bare = [k for k, members in enumerate(peers) if held.initialised.isdisjoint(x.key for x in members)]
-        return f"a peer of stages {bare} that has the initial weights (--model)" if bare else ""
+        without = [k for k, members in enumerate(peers) if held.initialised.isdisjoint(x.key for x in members)]
+        return f"a peer of stages {without} that has the initial weights (--model)" if without else ""
 
     def _absent_holders(self, held: _Holdings, best: Holding | None) -> str:
         written = [r for r in held.known.values() if is_checkpoint_due(self._leadership.config, r)]
@@ -189,7 +190,7 @@ class Lineage:
         return f"peers {names}, for {wait_s:g} s: with them the run goes on at step {step}, else at step {best.step + 1}"
 
     async def _holdings(self, stage: int, member: m.Member) -> m.Held | None:
-        """What it holds; None if it does not say."""
+        """Ask a peer what it holds; None if it does not say."""
         try:
             request = m.Holdings(run=self._leadership.context.run, stage=stage)
             held, _ = await self._leadership.link.ask(member, request, m.Held)
@@ -200,7 +201,7 @@ class Lineage:
             return None
 
     async def _live_peers(self) -> list[list[m.Member]]:
-        """Announced peers of every stage that answer and serve it; one that has moved may still be announced elsewhere."""
+        """Return the announced peers of every stage that answer and serve it; one that has moved may be announced elsewhere."""
 
         async def live(stage: int, member: m.Member) -> m.Member | None:
             try:
@@ -214,7 +215,7 @@ class Lineage:
         return [[x for x in stage if x is not None] for stage in answers]
 
     async def set_back(self) -> m.CommitRecord:
-        """A stage was lost: the newest head that is complete over all stages, once each has a live peer.
+        """Find, when a stage was lost, the newest version that is complete over all stages, once each has a live peer.
 
         Raises:
             Demoted, Rivalry: this coordinator has nothing to decide any more.
@@ -231,7 +232,8 @@ class Lineage:
                     break
             if reason != told:
                 logger.error("waiting for %s", reason)
-            leadership.waiting_for = told = reason
+            told = reason
+            leadership.tell_waiting(reason)
             await leadership.wait(leadership.timing.request_s / 2)
         num_discarded = self._leadership.newest.step - record.step
         if num_discarded > 0:
@@ -246,7 +248,7 @@ class Lineage:
         return record
 
     async def settle(self, rival: m.CommitRecord) -> m.CommitRecord:
-        """Two lineages met. One that lacks a live holder of some stage loses; else the newer record wins, which is `rival`.
+        """Decide between two lineages: one that lacks a live holder of some stage loses; else the newer record wins, `rival`.
 
         Returns:
             The record with which this lineage goes on and replaces the other.
@@ -254,7 +256,7 @@ class Lineage:
         Raises:
             Demoted: the other one goes on.
         """
-        self._leadership.rival = None
+        self._leadership.rival_is_settled()
         mine = self._leadership.newest
         missing = await self._without_holder(rival)
         if not missing or self._leadership.lost or await self._without_holder(mine):
@@ -263,7 +265,7 @@ class Lineage:
         return restoring_record(mine, era=rival.era + 1, ballot=self._leadership.ballot, members=mine.members)
 
     async def _without_holder(self, record: m.CommitRecord) -> list[int]:
-        """Stages of which no member that `record` lists takes it: each is told, since one may not have heard of it yet.
+        """Return the stages where no listed member takes `record`: each is told, since one may not have heard of it yet.
 
         Who knows a newer one has gone on from a rival's record, or has left that of this lineage.
         """
@@ -300,7 +302,7 @@ class Lineage:
         except (LinkError, RemoteError):
             return None
 
-    async def survey_loop(self, joining: Callable[[], Container[Key]]) -> None:
+    async def survey_loop(self, joining: Callable[[], Container[MemberKey]]) -> None:
         """Tell the newest record to announced peers that it does not list: they may have missed it, or follow another."""
         while True:
             await asyncio.sleep(self._leadership.timing.coordinator_s)
@@ -319,7 +321,7 @@ class Lineage:
         except RefusedBy as refused:
             theirs = refused.refusal.record
             if theirs is not None and theirs.newer_than(self._leadership.record):
-                self._leadership.rival = theirs
+                self._leadership.meet_rival(theirs)
                 await self._leadership.notify()
         except (LinkError, RemoteError):
             pass  # it may have gone; who has not is told again

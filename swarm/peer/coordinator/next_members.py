@@ -11,9 +11,10 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Key, Leadership
-from swarm.peer.coordinator.stage_leaders import StageLeads
+from swarm.peer.coordinator.leadership import Leadership
+from swarm.peer.coordinator.stage_leaders import StageLeaders, StageLost
 from swarm.peer.link import Refuse, Tasks
 from swarm.policy.liveness import FIRST_LOOK_S
 from swarm.wire import messages as m
@@ -40,21 +41,23 @@ class _Joiner:
 class NextMembers:
     """One coordinator's view of who comes and who goes."""
 
-    def __init__(self, leadership: Leadership, leads: StageLeads, tasks: Tasks) -> None:
+    def __init__(self, leadership: Leadership, leads: StageLeaders, tasks: Tasks) -> None:
         self._leadership = leadership
         self._tasks = tasks
         self._leads = leads
-        self._joiners: dict[Key, _Joiner] = {}
+        self._joiners: dict[MemberKey, _Joiner] = {}
         #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
-        self._leaving: dict[Key, int] = {}
+        self._leaving: dict[MemberKey, int] = {}
         self._last_join = 0.0
+        #: Since when nobody of some stage holds the newest version; infinite while somebody of each does.
+        self._without_state_since = math.inf
         #: Incarnations whose place another one of the same peer took, the latest last.
-        self._replaced: dict[Key, None] = {}
+        self._replaced: dict[MemberKey, None] = {}
 
     # ------------------------------------------------------------------------------------------------ what is asked for
 
     def join(self, stage: int, member: m.Member, version_id: str | None) -> str:
-        """`member`, which holds the state of `version_id`, asks to be listed, or asks again.
+        """Note that `member`, which holds the state of `version_id`, asks to be listed, or asks again.
 
         Returns:
             What keeps it from that, if anything does but the run.
@@ -99,18 +102,20 @@ class NextMembers:
             await self._leadership.notify()
 
     def leave(self, stage: int, member: m.Member) -> None:
-        """`member` goes once the step that is open has committed."""
+        """Note that `member` goes once the step that is open has committed."""
         record = self._leadership.record
         if record is not None and any(x.key == member.key for x in record.members[stage]):
             self._leaving.setdefault(member.key, record.step + 1 + self._leadership.config.delay_steps)
         self._joiners.pop(member.key, None)
 
     @property
-    def joining(self) -> Set[Key]:
+    def joining(self) -> Set[MemberKey]:
+        """Peers that wait to be listed."""
         return self._joiners.keys()
 
     @property
-    def leaving(self) -> Set[Key]:
+    def leaving(self) -> Set[MemberKey]:
+        """Members that go."""
         return self._leaving.keys()
 
     @property
@@ -122,14 +127,28 @@ class NextMembers:
         for key in [k for k, j in self._joiners.items() if self._leadership.now - j.seen > self._leadership.timing.record_ttl_s]:
             del self._joiners[key]
 
-    def stages_without_state(self) -> list[int]:
-        """Stages of which all that the newest record lists as ready ask to join without the state of its head, or are gone.
+    def require_state(self) -> None:
+        """Look for stages whose members live and are listed as ready, but have another version: they would never serve.
 
-        A listed member that died asks for nothing: it must not keep the others waiting for what it held.
+        Raises:
+            StageLost: a stage has had none but such for `stage_lost_s`.
+        """
+        now, lost_s = self._leadership.now, self._leadership.timing.stage_lost_s
+        stages = self._stages_without_state()
+        self._without_state_since = min(self._without_state_since, now) if stages else math.inf
+        if now - self._without_state_since > lost_s:
+            self._without_state_since = math.inf
+            step = self._leadership.newest.step + 1
+            raise StageLost(f"no member of stages {stages} has held the state of step {step} for {lost_s:g} s")
+
+    def _stages_without_state(self) -> list[int]:
+        """Find stages whose ready members all are gone, or ask to join because they lack the newest version.
+
+        One that is gone asks for nothing, and must not keep the others waiting for what it held.
         """
         record, since = self._leadership.newest, self._leadership.now - self._leadership.timing.request_s
 
-        def is_bare(member: m.Member) -> bool:
+        def lacks_state(member: m.Member) -> bool:
             joiner = self._joiners.get(member.key)
             return joiner is not None and joiner.seen >= since and joiner.version_id != record.version_id
 
@@ -138,7 +157,7 @@ class NextMembers:
             [x for x in members if x.ready and x.key not in silent and not self._leads.is_excluded(stage, x.key)]
             for stage, members in enumerate(record.members)
         ]
-        return [stage for stage, members in enumerate(ready) if members and all(map(is_bare, members))]
+        return [stage for stage, members in enumerate(ready) if members and all(map(lacks_state, members))]
 
     # ------------------------------------------------------------------------------------------------ the first record
 
@@ -148,25 +167,25 @@ class NextMembers:
         return self._leadership.now - self._last_join
 
     def gathered(self) -> list[list[m.Member]]:
-        """Who could begin the run, by stage."""
+        """Return who could begin the run, by stage."""
         self._forget_silent()
         met = [j for j in self._joiners.values() if j.is_met]
         return [[j.member for j in met if j.stage == k] for k in range(self._leadership.config.num_stages)]
 
     def began(self, record: m.CommitRecord) -> None:
-        """Who is listed in the first record need not be listed again."""
+        """Forget who is listed in the first record: they need not be listed again."""
         for key in [x.key for members in record.members for x in members]:
             self._joiners.pop(key, None)
 
     # ------------------------------------------------------------------------------------------------ the next record
 
     def committed(self, record: m.CommitRecord) -> None:
-        """Who is not listed any more has gone."""
+        """Forget those who left and are not listed any more."""
         listed = {x.key for xs in record.members for x in xs}
         self._leaving = {key: last for key, last in self._leaving.items() if key in listed}
 
     def next_members(self, results: list[m.StageResult]) -> Members:
-        """Who holds the average stays (the leader first); joiners come; who leaves, moves or was excluded goes."""
+        """Choose who is listed next, leaders first: holders of the average and joiners, but not who leaves or moves."""
         staying = [self._staying(stage, result) for stage, result in enumerate(results)]
         for move in self._leadership.newest.moves:
             held = any(x.key == move.member.key for x in results[move.source].holders)
@@ -198,7 +217,7 @@ class NextMembers:
             if now - joiner.seen > self._leadership.timing.record_ttl_s or key in present:
                 del self._joiners[key]
             elif joiner.is_met and not self._leads.is_excluded(stage, key):
-                # Listed but not ready it copies averages, and nobody waits for it; ready once it holds the newest head.
+                # A joiner is listed at once, and copies averages; it is ready, and waited for, once it holds the newest version.
                 ready = joiner.member.ready and joiner.version_id == record.version_id
                 staying.append(joiner.member.model_copy(update={"ready": ready}))
                 if ready:

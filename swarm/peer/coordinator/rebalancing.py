@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from swarm.base.ids import PeerId
+from swarm.base.ids import MemberKey, PeerId
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Key, Leadership
+from swarm.peer.coordinator.leadership import Leadership
 from swarm.policy.placement import best_stage
-from swarm.policy.rebalance import plan_moves
+from swarm.policy.rebalance import RebalancePlan, plan_moves
 from swarm.policy.throughput import HELD_PER_STATE, StageWork, Swarm, Worker
 from swarm.wire import messages as m
 
@@ -29,28 +29,35 @@ MAX_REMEMBERED = 4096
 #: A newcomer that was placed and has not asked to be listed after so many seconds does not come.
 PLACED_S = 60.0
 
+#: Decides who moves, with the arguments of `plan_moves`.
+Planner = Callable[..., RebalancePlan]
+
 
 class Rebalancing:
-    """One coordinator's view of what everyone does."""
+    """One coordinator's view of what everyone does.
 
-    def __init__(self, leadership: Leadership) -> None:
+    Args:
+        leadership: of the coordinator.
+        plan: the policy, which is pure; a test may want certain moves.
+    """
+
+    def __init__(self, leadership: Leadership, plan: Planner = plan_moves) -> None:
         self._leadership = leadership
+        self._plan = plan
         self._every_s = leadership.timing.rebalance_every_s
         #: Of each member its newest report, and the one at the beginning of the period.
-        self._loads: dict[tuple[int, Key], m.Load] = {}
-        self._before: dict[tuple[int, Key], m.Load] = {}
+        self._loads: dict[tuple[int, MemberKey], m.Load] = {}
+        self._before: dict[tuple[int, MemberKey], m.Load] = {}
         #: Seconds of compute and tickets, by stage, as of the last decision; old ones fade.
         self._measured: OrderedDict[PeerId, dict[int, tuple[float, float]]] = OrderedDict()
         #: Newcomers that were placed: stage, member, when, and the seconds per ticket that are expected of it.
-        self._placed: dict[Key, tuple[int, m.Member, float, float | None]] = {}
+        self._placed: dict[MemberKey, tuple[int, m.Member, float, float | None]] = {}
         self._decided_at = leadership.now
-        #: Pure; replaced by who wants to see certain moves.
-        self.plan = plan_moves
         #: Why the last decision was what it was.
         self.reason = "nothing was decided yet"
 
     def hear(self, stage: int, loads: tuple[m.Load, ...]) -> None:
-        """A leader handed on what the members of its stage have done so far."""
+        """Note what the members of a stage have done so far, as their leader handed it on."""
         for load in loads:
             place = (stage, load.member.key)
             self._loads[place] = load
@@ -58,8 +65,8 @@ class Rebalancing:
             if before is not None and load.elapsed_s < before.elapsed_s:  # it was away: it counts from nothing again
                 del self._before[place]
 
-    def _since(self, place: tuple[int, Key]) -> m.Load | None:
-        """What a member did in this period."""
+    def _since(self, place: tuple[int, MemberKey]) -> m.Load | None:
+        """Return what a member did in this period."""
         load, before = self._loads.get(place), self._before.get(place)
         if load is None or before is None:
             return load
@@ -71,7 +78,7 @@ class Rebalancing:
         )
 
     def _remember(self) -> None:
-        """What was measured in this period, for the next, and for peers that move or come back."""
+        """Keep what was measured in this period, for the next, and for peers that move or come back."""
         for stage, key in self._loads:
             done = self._since((stage, key))
             if done is None or not done.num_tickets:
@@ -84,7 +91,7 @@ class Rebalancing:
             self._measured.popitem(last=False)
 
     def swarm(self, members: Members) -> Swarm:
-        """What the policies look at."""
+        """Return what the policies look at."""
         return Swarm(
             [self._work(stage, xs) for stage, xs in enumerate(members)],
             [self._worker(stage, x) for stage, xs in enumerate(members) for x in xs],
@@ -118,7 +125,7 @@ class Rebalancing:
         )
 
     def place(self, message: m.Place, members: Members, coming: Iterable[tuple[int, m.Member]]) -> m.Placed:
-        """The best stage for a newcomer, with everyone who was placed before it and is not there yet.
+        """Choose the best stage for a newcomer, with everyone who was placed before it and is not there yet.
 
         Args:
             message: what the newcomer says of itself.
@@ -151,7 +158,7 @@ class Rebalancing:
         return m.Placed(stage=stage, reason=reason)
 
     def _expected_s(self, message: m.Place, workers: Iterable[Worker]) -> float | None:
-        """Seconds per ticket of a device that has computed none: those of the others, scaled by the benchmark of each."""
+        """Guess the seconds per ticket of a device that has computed none: those of the others, scaled by the benchmarks."""
         work = []
         for worker in workers:
             load = self._loads.get((worker.stage, worker.key))
@@ -159,14 +166,14 @@ class Rebalancing:
                 work.append(worker.seconds[worker.stage] * load.flops_per_s)
         return statistics.median(work) / message.flops_per_s if work and message.flops_per_s else None
 
-    def decide(self, members: Members, leaving: set[Key]) -> tuple[m.Move, ...]:
-        """The moves of the record that lists `members`; none but once in a period, and none while others are under way."""
+    def decide(self, members: Members, leaving: set[MemberKey]) -> tuple[m.Move, ...]:
+        """Decide the moves of the record that lists `members`; none but once in a period, and none while others are under way."""
         now = self._leadership.now
         if not self._every_s or now - self._decided_at < self._every_s or self._leadership.newest.moves:
             return ()
         self._remember()
         staying = tuple(tuple(x for x in xs if x.key not in leaving) for xs in members)
-        plan = self.plan(self.swarm(staying), period_s=self._every_s, min_peers=self._leadership.config.min_peers_per_stage)
+        plan = self._plan(self.swarm(staying), period_s=self._every_s, min_peers=self._leadership.config.min_peers_per_stage)
         if plan.reason != self.reason:
             logger.info("moves: %s", plan.reason)
         self.reason = plan.reason

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.coverage import torn_tie
-from swarm.peer.coordinator.leadership import Key, Leadership, Rivalry
+from swarm.peer.coordinator.leadership import Leadership, Rivalry
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
@@ -28,12 +29,12 @@ class StageLost(SwarmError):
 class _StageLead:
     """Who leads one stage in the step being ended, and the next number for its attempt."""
 
-    excluded: dict[Key, m.Member] = field(default_factory=dict)
+    excluded: dict[MemberKey, m.Member] = field(default_factory=dict)
     leader: m.Member | None = None
     n: int = 0
 
 
-class StageLeads:
+class StageLeaders:
     """One coordinator's view of the stages' leaders; `hear` gets what their members say of their work."""
 
     def __init__(self, leadership: Leadership, attempt_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
@@ -45,26 +46,45 @@ class StageLeads:
         self._stillness = Stillness(still_s, leadership.now)
 
     def begin_step(self) -> None:
-        """A new record: its first ready members lead, and nobody is excluded."""
+        """Begin after a new record: its first ready members lead, and nobody is excluded."""
         for lead in self._leads:
             lead.excluded.clear()
             lead.leader = None
 
     def excluded(self) -> list[m.Member]:
+        """Return the members that this step goes on without."""
         return [x for lead in self._leads for x in lead.excluded.values()]
 
-    def is_excluded(self, stage: int, key: Key) -> bool:
+    def is_excluded(self, stage: int, key: MemberKey) -> bool:
+        """Tell whether this step goes on without that member of `stage`."""
         return key in self._leads[stage].excluded
 
-    def forgive(self, stage: int) -> None:
-        """Try everyone of the stage again."""
-        self._leads[stage].excluded.clear()
+    def have_enough(self, results: list[m.StageResult]) -> bool:
+        """Tell whether the step may commit; else the members of the stage that lacks some are asked again.
+
+        With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members. The
+        operator chose that the run stops rather than split: of two halves of a partition at most one goes on.
+        """
+        least = self._leadership.config.min_peers_per_stage
+        if least == 1:
+            return True
+        for stage, result in enumerate(results):
+            need = max(least, len(self.members(stage)) // 2 + 1)
+            if len(result.holders) < need:
+                self._leadership.tell_waiting(f"{need} peers of stage {stage} ({len(result.holders)} are here)")
+                self._leads[stage].excluded.clear()
+                return False
+        return True
 
     async def check(self, step: int, moves: object) -> None:
-        """A leader that is gone is replaced now, not at the seal; sooner if some ticket was not accumulated.
+        """Replace a leader that is gone now, not at the seal; sooner if some ticket was not accumulated.
 
-        If it is, or `moves` stands still (what should move now, if anything), all members of all stages are looked at, at once:
-        who is gone may hold claims on what is missing.
+        If a leader is gone, or `moves` stands still, all members of all stages are looked at, at once: who is gone may hold
+        claims on what is missing.
+
+        Args:
+            step: is being ended.
+            moves: what should change from one check to the next; None if nothing should.
         """
         stages = range(self._leadership.config.num_stages)
         everyone = moves is not None and self._stillness.is_due((step, moves), now=self._leadership.now)
@@ -73,13 +93,13 @@ class StageLeads:
             return
 
         async def renew(stage: int) -> None:
-            if await self._strike_silent(stage) or (gone and gone[stage]):
+            if await self._exclude_silent(stage) or (gone and gone[stage]):
                 await self._gather(step, stage, freeze=False)
 
         await together(*(renew(stage) for stage in stages))
 
     async def _leader_is_gone(self, stage: int) -> bool:
-        """Then it is excluded. One that is there is told the newest record if it lacks that.
+        """Exclude the leader if it is gone. One that is there is told the newest record if it lacks that.
 
         Raises:
             Rivalry: it is past it.
@@ -102,11 +122,11 @@ class StageLeads:
         return False
 
     def members(self, stage: int) -> list[m.Member]:
-        """Those that take part in the step: the newest record's ready members. Nobody waits for one that downloads."""
+        """Return who takes part in the step: the newest record's ready members. Nobody waits for one that downloads."""
         return [x for x in self._leadership.newest.members[stage] if x.ready]
 
     def leader(self, stage: int) -> m.Member | None:
-        """The stage's leader: the first ready member that is not excluded, unless another was told to lead."""
+        """Return the stage's leader: the first ready member that is not excluded, unless another was told to lead."""
         lead = self._leads[stage]
         if lead.leader is None or lead.leader.key in lead.excluded:
             lead.leader = next((x for x in self.members(stage) if x.key not in lead.excluded), None)
@@ -116,8 +136,8 @@ class StageLeads:
         if member is not None:
             self._leads[stage].excluded[member.key] = member
 
-    async def _strike_silent(self, stage: int, level: int = logging.INFO) -> bool:
-        """A member is gone, and others may be gone with it: all are looked at at once, so that what follows meets the living."""
+    async def _exclude_silent(self, stage: int, level: int = logging.INFO) -> bool:
+        """Look at all members at once, as others may be gone with the one that is, so that what follows meets the living."""
         asked = [x for x in self.members(stage) if x.key not in self._leads[stage].excluded]
         there = {x.key for x in await self._leadership.link.presence.answering(asked)}
         silent = [x for x in asked if x.key not in there]
@@ -128,21 +148,22 @@ class StageLeads:
         return bool(silent)
 
     async def gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
+        """Collect the seals of every stage, each under a new attempt."""
         return await together(*(self._gather(step, stage, freeze=freeze) for stage in range(self._leadership.config.num_stages)))
 
     async def _gather(self, step: int, stage: int, *, freeze: bool) -> tuple[m.Seal, ...]:
-        """Seals of one stage under a new attempt; a leader that does not answer is replaced until one does."""
+        """Collect the seals of one stage under a new attempt; a leader that does not answer is replaced until one does."""
         lead = self._leads[stage]
         backoff = 0.1
         lost_since: float | None = None
-        told: set[Key] = set()
+        told: set[MemberKey] = set()
         while True:
             self._leadership.check()
             leader = self.leader(stage)
             if leader is None:
                 # Nobody is left: everyone is tried again, for a stopped or isolated peer may come back.
                 lost_s = self._leadership.timing.stage_lost_s
-                self._leadership.waiting_for = (
+                self._leadership.tell_waiting(
                     f"a live member of stage {stage}; without one for {lost_s:g} s the run goes back to a checkpoint, once "
                     "there are peers that have one"
                 )
@@ -177,7 +198,7 @@ class StageLeads:
             except RefusedBy as refused:
                 self._leadership.raise_if_newer(refused)
                 if refused.code == "wrong_state":
-                    continue  # a higher n was used; the next try has another
+                    continue  # a higher n was used; the next attempt has another
                 if refused.code == "behind" and leader.key not in told and await self._tell_record(leader):
                     told.add(leader.key)
                     continue
@@ -187,7 +208,7 @@ class StageLeads:
             except (LinkError, RemoteError) as error:
                 logger.log(level, "step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
                 self._exclude(stage, leader)
-                await self._strike_silent(stage, level)
+                await self._exclude_silent(stage, level)
             else:
                 lead.excluded |= {x.key: x for x in reply.excluded}
                 self._leadership.lost.discard(stage)
@@ -195,14 +216,14 @@ class StageLeads:
                 return reply.seals
 
     async def _have_restarted(self, stage: int) -> bool:
-        """Every member of the stage announces itself in another incarnation: what they held is gone for certain."""
+        """Tell whether every member of the stage announces itself in another incarnation: what they held is gone for certain."""
         roster = (await self._leadership.rosters())[stage]
         now = {x.peer: x.incarnation for x in roster}
         members = self.members(stage)
         return bool(members) and all(now.get(x.peer, x.incarnation) != x.incarnation for x in members)
 
     async def _look_at_its_record(self, leader: m.Member) -> None:
-        """A leader is past the newest record: the run has gone on under another coordinator, and may have ended.
+        """Ask a leader that is past the newest record: the run has gone on under another coordinator, and may have ended.
 
         Raises:
             Rivalry: it has.
@@ -212,7 +233,7 @@ class StageLeads:
             raise Rivalry(info.record)
 
     async def _tell_record(self, leader: m.Member) -> bool:
-        """A leader that missed the newest record hears it here: as its stage's only holder it has nobody to hear it from."""
+        """Tell a leader the newest record, which it missed: as its stage's only holder it has nobody to hear it from."""
         try:
             await self._leadership.link.ask(leader, m.Commit(record=self._leadership.newest), m.Ack)
         except (LinkError, RemoteError):
@@ -220,7 +241,7 @@ class StageLeads:
         return True
 
     async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
-        """Every stage's average of its attempt, tied sums included, or None if one failed."""
+        """Have every stage average its attempt, tied sums included; None if one failed."""
         attempts = tuple(m.Attempt(ballot=self._leadership.ballot, n=lead.n) for lead in self._leads)
         replies = await together(
             *(self._average(step, stage, gathered[stage], attempts) for stage in range(self._leadership.config.num_stages))
@@ -237,7 +258,7 @@ class StageLeads:
     async def _average(
         self, step: int, stage: int, seals: tuple[m.Seal, ...], attempts: tuple[m.Attempt, ...]
     ) -> m.StageResult | None:
-        """One stage's average, or None after striking whoever made it fail."""
+        """Have one stage average; if that fails, exclude whoever is to blame and return None."""
         leader = self.leader(stage)
         assert leader is not None
         request = m.AllReduce(
@@ -253,7 +274,7 @@ class StageLeads:
         except (LinkError, RemoteError) as error:
             logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)
             self._exclude(stage, leader)
-            await self._strike_silent(stage)
+            await self._exclude_silent(stage)
             return None
         if reply.result is None:
             logger.info("step %d, stage %d: no average: %s", step, stage, reply.reason)

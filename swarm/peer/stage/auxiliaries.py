@@ -1,4 +1,4 @@
-"""A stage leader's helpers: aggregators that announce themselves, asked for each attempt if they would reduce a part of it.
+"""A stage leader's auxiliaries: aggregators that announce themselves, asked for each attempt if they would reduce a part of it.
 
 Owns what the leader knows of them. No step waits long or fails twice for their sake: they are asked while the ledgers are
 collected, those that do not answer soon are left out for a while, and so are those that an attempt failed with, which is
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from swarm.averaging.compressors.plain import Plain
 from swarm.base.errors import LinkError, RemoteError
-from swarm.base.ids import PeerId
+from swarm.base.ids import MemberKey, PeerId
 from swarm.peer.announcing import find_aggregators
-from swarm.peer.link import Link, RefusedBy, Tasks
-from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.link import RefusedBy
+from swarm.peer.stage.stage_context import StageContext
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,11 @@ MAX_DOUBLINGS = 8
 
 
 class Auxiliaries:
-    """Of one stage."""
+    """Asks aggregators for the leader of one stage."""
 
-    def __init__(self, link: Link, member: StageMember, tasks: Tasks) -> None:
-        self._link = link
-        self._member = member
-        self._tasks = tasks
-        self._most = member.config.auxiliaries
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._most = context.config.auxiliaries
         self._known: list[m.Member] = []
         #: The attempt for which they are asked, and their answers to come.
         self._asking: tuple[m.Attempt, asyncio.Task[list[m.Assisting]]] | None = None
@@ -58,32 +56,32 @@ class Auxiliaries:
         self._asking = None
         if not self._most or not message.freeze:
             return
-        max_group = self._member.config.max_group
+        max_group = self._context.config.max_group
         if len(message.members) > max_group:
             self.why_none = f"{len(message.members)} members average in groups of {max_group}"
         elif message.step == self._step_without:
             self.why_none = "an attempt of this step failed with one"
         else:
-            self._asking = (message.attempt, self._tasks.start(self._ask_all(message), "ask aggregators"))
-        self._tasks.start(self._look(), "look for aggregators")
+            self._asking = (message.attempt, self._context.tasks.start(self._ask_all(message), "ask aggregators"))
+        self._context.tasks.start(self._look(), "look for aggregators")
 
     async def offers(self, attempt: m.Attempt) -> list[m.Assisting]:
-        """Of those that agreed to help with the attempt `attempt`."""
+        """Return the offers of those that agreed to help with `attempt`."""
         if self._asking is None or self._asking[0] != attempt:
             return []
         return await self._asking[1]
 
     async def _look(self) -> None:
-        """For the next attempt: the DHT may take its time."""
-        found = await find_aggregators(self._link)
-        stage = self._member.stage
+        """Find aggregators for the next attempt: the DHT may take its time."""
+        found = await find_aggregators(self._context.link)
+        stage = self._context.stage
         # The same order as long as the same are there, another one at each stage, so that stages spread over them.
         self._known = sorted(found, key=lambda x: hashlib.sha256(f"{stage}/{x.peer}".encode()).digest())
         peers = {x.peer for x in found}
         self._out = {peer: out for peer, out in self._out.items() if peer in peers or out[1] > self._now}
 
     async def _ask_all(self, message: m.Gather) -> list[m.Assisting]:
-        compressor, compute = self._member.compressor, self._member.compute
+        compressor, compute = self._context.compressor, self._context.compute
         assert isinstance(compressor, Plain), "the configuration excludes others"
         request = m.Assist(
             run=message.run,
@@ -100,8 +98,8 @@ class Auxiliaries:
 
     async def _ask(self, aggregator: m.Member, request: m.Assist) -> m.Assisting | None:
         try:
-            async with asyncio.timeout(self._member.config.timing.request_s / 4):
-                reply, _ = await self._link.ask(aggregator, request, m.Assisting)
+            async with asyncio.timeout(self._context.config.timing.request_s / 4):
+                reply, _ = await self._context.link.ask(aggregator, request, m.Assisting)
         except RefusedBy as refused:
             text = f"{aggregator.peer[:8]} does not help: {refused}"
             logger.log(logging.DEBUG if text == self._told else logging.INFO, "stage %d: %s", request.stage, text)
@@ -114,38 +112,38 @@ class Auxiliaries:
 
     # ------------------------------------------------------------------------------------------------ judging
 
-    def judge(self, step: int, helpers: Sequence[m.Member], suspects: Counter[tuple[str, str]], *, everyone_holds: bool) -> bool:
-        """What an attempt of `step` says of the auxiliaries that helped; True if it failed for their sake.
+    def judge(self, step: int, auxiliaries: Sequence[m.Member], suspects: Counter[MemberKey], *, everyone_holds: bool) -> bool:
+        """Blame the auxiliaries that an attempt of `step` suffered from; True if it failed for their sake.
 
         Then it is made again, also if some members hold the average: none is left out for an auxiliary's sake.
 
         Args:
             step: if its attempt failed, the next ones go on without.
-            helpers: that took part.
+            auxiliaries: that took part.
             suspects: how often each was suspected, members and auxiliaries alike; between these, auxiliaries are to blame,
                 and also where nobody is suspected: they can be done without.
             everyone_holds: every member holds the average.
         """
-        if not helpers:
+        if not auxiliaries:
             return False
         most = max(suspects.values(), default=0)
         if most:
-            failed = [x for x in helpers if suspects[x.key] == most]
+            failed = [x for x in auxiliaries if suspects[x.key] == most]
         else:
-            failed = [] if everyone_holds else list(helpers)
-        for helper in helpers:
-            if helper in failed:
-                self._leave_out(helper, f"an attempt of step {step} suffered from it")
+            failed = [] if everyone_holds else list(auxiliaries)
+        for auxiliary in auxiliaries:
+            if auxiliary in failed:
+                self._leave_out(auxiliary, f"an attempt of step {step} suffered from it")
             elif everyone_holds:
-                self._out.pop(helper.peer, None)
+                self._out.pop(auxiliary.peer, None)
         if not everyone_holds:
             self._step_without = step
         return bool(failed) and not everyone_holds
 
     def _leave_out(self, aggregator: m.Member, reason: str) -> None:
         times, _ = self._out.get(aggregator.peer, (0, 0.0))
-        seconds = self._member.config.timing.record_ttl_s * 2 ** min(times, MAX_DOUBLINGS)
+        seconds = self._context.config.timing.record_ttl_s * 2 ** min(times, MAX_DOUBLINGS)
         self._out[aggregator.peer] = (times + 1, self._now + seconds)
         logger.warning(
-            "stage %d: aggregator %s is left out for %g s: %s", self._member.stage, aggregator.peer[:8], seconds, reason
+            "stage %d: aggregator %s is left out for %g s: %s", self._context.stage, aggregator.peer[:8], seconds, reason
         )

@@ -11,8 +11,9 @@ from pathlib import Path
 from swarm.base.errors import StorageError
 from swarm.lifecycle.record import checkpoint_writers, is_checkpoint_due
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse, Tasks
-from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.link import Refuse
+from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.executor import Priority
 from swarm.stage.saved.checkpoint import best_loss, mark_best, saved_steps, stage_directory, write_checkpoint
 from swarm.stage.versions import StageState
@@ -23,65 +24,72 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """`checkpoint_copies` members of the stage write them (`checkpoint_writers`), and say so in their seals.
+    """Writes the checkpoints of one peer, which says so in its seals; `checkpoint_writers` of the stage write them.
 
     A disk that refuses is one error, which `on_refused` is told, and training goes on. So it does where a disk is slow: one
     checkpoint is under way, and of those that are due the newest waits, as does the best. A writer that leaves writes one more.
     """
 
     def __init__(
-        self, link: Link, member: StageMember, tasks: Tasks, state_dir: Path | None, on_refused: Callable[[StorageError], None]
+        self, context: StageContext, committed: CommittedState, state_dir: Path | None, on_refused: Callable[[StorageError], None]
     ) -> None:
-        self._member = member
+        self._context = context
+        self._committed = committed
         self._on_refused = on_refused
-        self._tasks = tasks
         self._state_dir = state_dir
+        #: Numbers of commits of the checkpoints that this peer has written in this era and still has.
+        self.saved: tuple[int, ...] = ()
         self._era = 0
         #: What is to be written, by whether it is for its loss, which is lower than any before.
         self._waiting: dict[bool, tuple[StageState, float | None]] = {}
         self._writer: asyncio.Task[None] | None = None
         #: Of the state that was last begun to be written.
         self._newest = ""
-        member.on_commit.append(self._on_commit)
-        link.register(m.Evaluated, self._on_evaluated)
+        context.link.register(m.Evaluated, self._on_evaluated)
 
     def _writes(self, record: m.CommitRecord) -> bool:
-        member = self._member
-        writers = [x.key for x in checkpoint_writers(member.config, record, member.stage)]
-        return self._state_dir is not None and member.me.key in writers and member.versions.newest.version_id == record.version_id
+        context, committed = self._context, self._committed
+        writers = [x.key for x in checkpoint_writers(context.config, record, context.stage)]
+        return (
+            self._state_dir is not None
+            and context.me.key in writers
+            and committed.versions.newest.version_id == record.version_id
+        )
 
-    def _on_commit(self, record: m.CommitRecord) -> None:
+    def note(self, record: m.CommitRecord) -> None:
+        """Write the state that `record` made, if that is due and this peer is one of those who write it."""
         if record.era != self._era:
-            self._era, self._member.saved = record.era, ()
-        if is_checkpoint_due(self._member.config, record) and self._writes(record):
-            self._write_soon(self._member.versions.state(), None)
+            self._era, self.saved = record.era, ()
+        if is_checkpoint_due(self._context.config, record) and self._writes(record):
+            self._write_soon(self._committed.versions.state(), None)
 
     async def _on_evaluated(self, message: m.Evaluated, frame: Frame, progress: Progress) -> m.Ack:
-        """Nothing trains during an evaluation, so the head it was of is the newest."""
-        member = self._member
-        async with member.settled():
-            record = member.record
+        """Nothing trains during an evaluation, so the version that it was of is the newest."""
+        committed = self._committed
+        async with committed.settled():
+            record = committed.record
             if record is None or record.version_id != message.version_id:
-                raise Refuse("ahead", "this peer is at another head", record=record)
+                raise Refuse("ahead", "this peer is at another version", record=record)
             if math.isfinite(message.loss) and self._writes(record):
-                self._write_soon(member.versions.state(), message.loss)
+                self._write_soon(committed.versions.state(), message.loss)
         return m.Ack()
 
     def write_newest(self) -> None:
-        """This peer goes, and perhaps all do: what has committed last is to be on disk, as if it were due now."""
-        record = self._member.record
+        """Write what has committed last, as if it were due now: this peer goes, and perhaps all do."""
+        record = self._committed.record
         if (
             record is None
             or record.step < 0
             or record.version_id == self._newest
-            or is_checkpoint_due(self._member.config, record)
+            or is_checkpoint_due(self._context.config, record)
         ):
             return
         if self._writes(record):
-            self._write_soon(self._member.versions.state(), None)
+            self._write_soon(self._committed.versions.state(), None)
 
     @property
     def is_writing(self) -> bool:
+        """A checkpoint is being written."""
         return self._writer is not None and not self._writer.done()
 
     def _write_soon(self, state: StageState, loss: float | None) -> None:
@@ -94,43 +102,43 @@ class Checkpoints:
         if loss is None:  # else it is written only if it is the best
             self._newest = state.version.version_id
         if not self.is_writing:
-            self._writer = self._tasks.start(self._write_all(), "checkpoints")
+            self._writer = self._context.tasks.start(self._write_all(), "checkpoints")
 
     async def _write_all(self) -> None:
         while self._waiting:
             await self._write(*self._waiting.pop(min(self._waiting)))
 
     async def written(self) -> None:
-        """Return once all that is due is on disk, or refused."""
+        """Wait until all that is due is on disk, or refused."""
         if self._writer is not None:
             await asyncio.wait({self._writer})
 
     async def _write(self, state: StageState, loss: float | None) -> None:
         """Write `state` unless it is on disk; with a `loss` lower than any before, mark it as the best."""
-        member, root = self._member, self._state_dir
+        context, committed, root = self._context, self._committed, self._state_dir
         assert root is not None
 
         def job() -> tuple[Path, tuple[int, ...]] | None:
-            directory = stage_directory(root, member.stage)
+            directory = stage_directory(root, context.stage)
             if loss is not None:
                 best = best_loss(directory)
                 if best is not None and best[1] <= loss:
                     return None
             path = write_checkpoint(
-                root, member.stage, state, member.moments, member.config, config_bytes=member.context.config_bytes
+                root, context.stage, state, context.moments, context.config, config_bytes=context.link.context.config_bytes
             )
             if loss is not None:
                 mark_best(path, loss)
-            return path, saved_steps(root, member.stage, (*member.saved, state.version.num_commits))
+            return path, saved_steps(root, context.stage, (*self.saved, state.version.num_commits))
 
         try:
-            written = (await member.storage.run(job, Priority.EVALUATION)).value
+            written = (await context.storage.run(job, Priority.EVALUATION)).value
         except StorageError as error:
             logger.error("%s; training goes on", error)
             self._on_refused(error)
         else:
             if written is not None:
                 path, saved = written
-                if member.record is not None and member.record.era == state.version.record.era:
-                    member.saved = saved[-m.MAX_SAVED :]
+                if committed.record is not None and committed.record.era == state.version.record.era:
+                    self.saved = saved[-m.MAX_SAVED :]
                 logger.info("checkpoint %s%s", path, "" if loss is None else f", the best so far: {loss:.4f}")

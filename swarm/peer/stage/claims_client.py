@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.peer.link import Link, Refuse, Tasks
+from swarm.peer.link import Refuse
+from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.wire import messages as m
 
 
 class ClaimsClient:
-    """One member's outgoing claims. A claim that is denied or unanswered costs work, never correctness."""
+    """Asks for one member's claims. A claim that is denied or unanswered costs work, never correctness."""
 
-    def __init__(self, link: Link, member: StageMember, tasks: Tasks) -> None:
-        self._link = link
+    def __init__(self, context: StageContext, member: StageMember) -> None:
+        self._context = context
         self._member = member
-        self._tasks = tasks
         self._waiting: dict[int, dict[int, asyncio.Future[str]]] = {}
         self._busy: set[int] = set()
 
@@ -28,7 +28,7 @@ class ClaimsClient:
             future = batch[index] = asyncio.get_running_loop().create_future()
         if step not in self._busy:
             self._busy.add(step)
-            self._tasks.start(self._drain(step), f"claims of step {step}")
+            self._context.tasks.start(self._drain(step), f"claims of step {step}")
         return future
 
     async def _drain(self, step: int) -> None:
@@ -52,15 +52,15 @@ class ClaimsClient:
             raise Refuse("wrong_state", "the stage has no leader")
         ledger = self._member.step_state(step).accumulator.ledger
         request = m.Claim(
-            run=self._link.context.run,
-            stage=self._member.stage,
+            run=self._context.link.context.run,
+            stage=self._context.stage,
             step=step,
             attempt=ledger.attempt,
-            member=self._member.me,
+            member=self._context.me,
             indexes=tuple(indexes),
         )
         asked_at = ledger.num_revocations
-        reply, _ = await self._link.ask(leader, request, m.Claimed)
+        reply, _ = await self._context.link.ask(leader, request, m.Claimed)
         for index in reply.granted:
             ledger.grant(index, reply.attempt, asked_at=asked_at)
         return set(reply.granted), reply.reason

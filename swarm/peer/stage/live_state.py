@@ -1,6 +1,6 @@
-"""The parameters of all stages of a live run at one head, for someone who is no peer of it. Owns the asking; stores nothing.
+"""The parameters of all stages of a live run at one version, for someone who is no peer of it. Owns the asking; stores nothing.
 
-One member of each stage is asked for its snapshot, all at once: between two commits they offer the same head, and each
+One member of each stage is asked for its snapshot, all at once: between two commits they offer the same version, and each
 keeps what it offered. If a commit came between, the snapshots are let go and all are asked again.
 """
 
@@ -52,18 +52,18 @@ class _Asker:
 async def fetch_parameters(
     transport: Transport, info: m.RunInfo, config: RunConfig, factory: StageFactory, *, deadline_s: float, rng: random.Random
 ) -> tuple[m.CommitRecord, dict[str, torch.Tensor]]:
-    """The newest record that all stages hold, and every trained parameter at it, in the masters' dtype.
+    """Fetch the newest record that all stages hold, and every trained parameter at it, in the masters' dtype.
 
     Args:
         info: what a peer of the run says of it.
         config: of the run.
         factory: gives the names and shapes of each stage's parameters.
-        deadline_s: for the stages to offer one head.
+        deadline_s: for the stages to offer one version.
         rng: chooses among members.
 
     Raises:
         ConfigError: the run has not begun.
-        RemoteError: the stages did not offer one head in time, or a download failed; says which stage and why.
+        RemoteError: the stages did not offer one version in time, or a download failed; says which stage and why.
     """
     if info.record is None:
         raise ConfigError("the run has not begun: there is nothing to export yet")
@@ -88,7 +88,7 @@ Offer = tuple[m.Member, m.StateManifest]
 
 
 async def _one_version_id(asker: _Asker, record: m.CommitRecord, deadline_s: float, rng: random.Random) -> list[Offer]:
-    """A snapshot of every stage, all of one head."""
+    """Ask for a snapshot of every stage until all are of one version."""
     members = [[x for x in stage if x.ready] for stage in record.members]
     problem = "no answer"
 
@@ -116,7 +116,7 @@ async def _one_version_id(asker: _Asker, record: m.CommitRecord, deadline_s: flo
                 await _let_go(asker, offers)
                 await asyncio.sleep(rng.uniform(0.05, 0.5))
     except TimeoutError:
-        raise RemoteError(f"the stages did not offer one head within {deadline_s:g} s; {problem}") from None
+        raise RemoteError(f"the stages did not offer one version within {deadline_s:g} s; {problem}") from None
 
 
 async def _download(
@@ -148,7 +148,7 @@ async def _download(
 
 
 async def _let_go(asker: _Asker, offers: dict[int, Offer]) -> None:
-    """Donors need not keep what they offered."""
+    """Tell donors that they need not keep what they offered."""
 
     async def one(stage: int, member: m.Member, manifest: m.StateManifest) -> None:
         with contextlib.suppress(LinkError, RemoteError):

@@ -16,7 +16,9 @@ from swarm.base.ids import Ticket
 from swarm.lifecycle.peer import PEER
 from swarm.peer.announcing import find_coordinators, keep_announcing, withdraw
 from swarm.peer.context import stage_key
-from swarm.peer.link import Link, Refuse, RefusedBy
+from swarm.peer.link import Refuse, RefusedBy
+from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.state_transfer import download
 from swarm.peer.waiting import USUAL_WAITS, Lasting
@@ -28,15 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """The loops that keep one stage peer a member."""
+    """Runs the loops that keep one stage peer a member."""
 
-    def __init__(self, link: Link, member: StageMember) -> None:
-        self._link = link
+    def __init__(
+        self, context: StageContext, committed: CommittedState, member: StageMember, on_move: Callable[[int], None]
+    ) -> None:
+        self._context = context
+        self._committed = committed
         self._member = member
+        self._link = context.link
+        #: Told the stage to which this peer goes, once its old one can do without it.
+        self._on_move = on_move
         self.state = PEER.initial
         self._poke = asyncio.Event()
-        #: Told the stage to which this peer goes, once its old one can do without it.
-        self.on_move: Callable[[int], None] = lambda stage: None
         #: The coordinator that last answered; a hint for people, since there may be two.
         self.answered_by: m.Member | None = None
         #: The first record that no longer listed this peer at its stage.
@@ -49,35 +55,40 @@ class Membership:
         #: What the run waits for, as far as this peer heard; "" while it goes on.
         self.waiting_for = ""
         self._stillness: Stillness | None = None
-        member.on_commit.append(lambda record: self._poke.set())
+
+    def note(self, record: m.CommitRecord) -> None:
+        """Look now what `record`, which has been taken over, asks of this peer."""
+        self._poke.set()
 
     @property
     def serving(self) -> bool:
+        """This peer takes micro-batches."""
         return self.state == "serving"
 
     @property
     def coming(self) -> bool:
-        """Others may have heard before this peer that a record lists it: it has a state, and serves in a moment."""
-        has_state = self._member.record is not None and self._member.queued is None and not self._left_out
+        """This peer has a state and serves in a moment: others may have heard before it that a record lists it."""
+        has_state = self._committed.record is not None and self._committed.has_state and not self._left_out
         return self.state in ("waiting", "syncing") and has_state
 
     def drain(self) -> None:
+        """Take nothing new from here on: this peer goes."""
         self._move("drain")
         self._poke.set()
 
     def _move(self, event: str) -> None:
         before, self.state = self.state, PEER.next(self.state, event)
         if before != self.state:
-            logger.info("stage %d peer: %s -> %s", self._member.stage, before, self.state)
+            logger.info("stage %d peer: %s -> %s", self._context.stage, before, self.state)
 
     # ------------------------------------------------------------------------------------------------ announcing
 
     async def announce_loop(self) -> None:
         """Renew this peer's record in the DHT."""
-        await keep_announcing(self._link, stage_key(self._link.context.run, self._member.stage), self._record)
+        await keep_announcing(self._link, stage_key(self._link.context.run, self._context.stage), self._record)
 
     def _record(self) -> PeerRecord:
-        context, member = self._link.context, self._member
+        context, committed = self._link.context, self._committed
         return PeerRecord(
             peer=context.peer,
             incarnation=context.incarnation,
@@ -86,14 +97,14 @@ class Membership:
             port=context.address.port,
             ttl_s=context.config.timing.record_ttl_s,
             sequence=context.identity.next_sequence(),
-            stage=member.stage,
-            step=member.num_commits,
+            stage=self._context.stage,
+            step=committed.num_commits,
             state=self.state,
         )
 
     async def withdraw(self) -> None:
         """Say in the DHT that this peer goes; the loops have ended."""
-        await withdraw(self._link, stage_key(self._link.context.run, self._member.stage), self._record)
+        await withdraw(self._link, stage_key(self._link.context.run, self._context.stage), self._record)
 
     # ------------------------------------------------------------------------------------------------ joining
 
@@ -103,13 +114,13 @@ class Membership:
         while True:
             self._poke.clear()
             await self._follow()
-            listed = self._member.listed()
+            listed = self._committed.listed()
             wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
             if wanted and self.state != "draining":
                 _, self.waiting_for = await self._ask_to_join()
                 if self._waiting.is_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
                     logger.info(
-                        "stage %d: this peer is not listed yet; the run waits for %s", self._member.stage, self.waiting_for
+                        "stage %d: this peer is not listed yet; the run waits for %s", self._context.stage, self.waiting_for
                     )
             else:
                 self._failing, self._waiting = Lasting(), Lasting()
@@ -122,16 +133,16 @@ class Membership:
                 continue
 
     async def _look_whether_the_run_waits(self) -> None:
-        """A member is asked for nothing while another stage has nobody: its operator is told, if no step commits for long."""
+        """Tell the operator what the run waits for, if no step commits for long while nothing is asked of this member."""
         timing, now = self._link.context.config.timing, asyncio.get_running_loop().time()
-        if self._stillness is None or not self._stillness.lasts(self._member.num_commits, now=now):
+        if self._stillness is None or not self._stillness.lasts(self._committed.num_commits, now=now):
             self.waiting_for = ""
         self._stillness = self._stillness or Stillness(2 * timing.request_s, now)
-        if not self._stillness.is_due(self._member.num_commits, now=now):
+        if not self._stillness.is_due(self._committed.num_commits, now=now):
             return
         waiting_for = await self._ask_what_the_run_waits_for()
         if waiting_for not in ("", self.waiting_for) and not waiting_for.startswith(USUAL_WAITS):
-            logger.info("stage %d: the run waits for %s", self._member.stage, waiting_for)
+            logger.info("stage %d: the run waits for %s", self._context.stage, waiting_for)
         self.waiting_for = waiting_for
 
     async def _ask_what_the_run_waits_for(self) -> str:
@@ -146,11 +157,11 @@ class Membership:
 
     async def _follow(self) -> None:
         """Do what the newest record asks of this peer."""
-        member = self._member
-        async with member.settled():
-            record = member.record
+        committed = self._committed
+        async with committed.settled():
+            record = committed.record
             if record is not None:
-                self._raise_if_newer(record)
+                self._move_along(record)
         if record is not None and self._left_out:
             await self._let_go(record)
         elif record is not None and self.state == "moving":
@@ -158,55 +169,55 @@ class Membership:
         elif record is not None and self.state == "syncing":
             await self._synchronise(record)
 
-    def _raise_if_newer(self, record: m.CommitRecord) -> None:
+    def _move_along(self, record: m.CommitRecord) -> None:
         """Move along the table after what the newest record says of this peer, which has taken it over."""
-        member, listed = self._member, self._member.listed()
+        committed, listed = self._committed, self._committed.listed()
         if listed is None:
-            if member.listed_elsewhere() is not None and PEER.allows(self.state, "moved"):
+            if committed.listed_elsewhere() is not None and PEER.allows(self.state, "moved"):
                 self._move("moved")
             elif PEER.allows(self.state, "excluded"):
                 if self.state == "serving":
                     logger.warning("record of step %d no longer lists this peer: joining again", record.step)
                 self._move("excluded")
                 # Being left out may mean that this peer's state is wrong: it downloads it anew, once another has it.
-                self._left_out = self._left_out or member.queued is None
+                self._left_out = self._left_out or committed.has_state
             return
-        if self._left_out and not (listed.ready and member.up_to_date):
+        if self._left_out and not (listed.ready and committed.up_to_date):
             return
         self._left_out, self._gone_since = False, None
         if self.state in ("waiting", "moving"):
-            self._move("listed_ready" if listed.ready and member.up_to_date else "listed")
-        if self.state == "serving" and not member.up_to_date:
+            self._move("listed_ready" if listed.ready and committed.up_to_date else "listed")
+        if self.state == "serving" and not committed.up_to_date:
             self._move("fell_behind")
             self._move("listed")
         if self.state == "syncing":
-            if member.up_to_date:
+            if committed.up_to_date:
                 self._move("synced")
             else:
-                member.queued = []
+                committed.let_go()
 
     async def _hand_over(self, record: m.CommitRecord) -> None:
         """Go once a live member of the old stage is seen: this peer may be the last that holds its state."""
-        target = self._member.listed_elsewhere()
+        target = self._committed.listed_elsewhere()
         if target is not None and await self._others_hold(record):
-            self.on_move(target)
+            self._on_move(target)
 
     async def _let_go(self, record: m.CommitRecord) -> None:
         """Drop the state that this peer was left out with, once another is seen to hold it, and download it anew."""
         if not await self._others_hold(record):
             return
-        async with self._member.settled():
-            listed = self._member.listed()
-            if listed is not None and listed.ready and self._member.up_to_date:
+        async with self._committed.settled():
+            listed = self._committed.listed()
+            if listed is not None and listed.ready and self._committed.up_to_date:
                 return  # the run was set back to this state meanwhile
-            self._member.queued = []
+            self._committed.let_go()
             self._left_out = False
         self._poke.set()
 
     async def _others_hold(self, record: m.CommitRecord) -> bool:
-        """The state of this peer's stage at `record`, which does not list it as one who does."""
+        """Tell whether another member holds the state of this peer's stage at `record`, which does not list this peer there."""
         self._gone_since = first = self._gone_since or record
-        others = [x for x in record.members[self._member.stage] if x.ready and x.key != self._member.me.key]
+        others = [x for x in record.members[self._context.stage] if x.ready and x.key != self._context.me.key]
         if others and (record.era, record.step) > (first.era, first.step):
             return True  # the stage went on
         return any([await self._holds(x, record) for x in others])
@@ -220,25 +231,25 @@ class Membership:
 
     async def _synchronise(self, record: m.CommitRecord) -> None:
         """Download a snapshot while averages queue, then apply those; retried by the loop if it fails."""
-        member = self._member
-        donors = [x for x in record.members[member.stage] if x.ready and x.key != member.me.key]
+        context, committed = self._context, self._committed
+        donors = [x for x in record.members[context.stage] if x.ready and x.key != context.me.key]
         self._link.context.rng.shuffle(donors)
         try:
-            state = await download(self._link, member, donors, min_step=record.step)
+            state = await download(context, donors, min_step=record.step)
         except (LinkError, RemoteError) as error:
             # Tried again twice a second, and after a restart it is soon well.
             level = logging.WARNING if self._failing.is_news(str(error)) else logging.DEBUG
-            logger.log(level, "stage %d: %s", member.stage, error)
+            logger.log(level, "stage %d: %s", context.stage, error)
             await self._catch_up(donors)
             return
-        async with member.settled():
-            if member.queued is None:
+        async with committed.settled():
+            if committed.has_state:
                 return  # a state was restored meanwhile
-            await member.adopt(state)
-        if member.up_to_date:
-            await member.refresh_digest()
+            await committed.adopt(state)
+        if committed.up_to_date:
+            await committed.refresh_digest()
             self._move("synced")
-            logger.info("stage %d: state of step %d is complete", member.stage, member.num_commits)
+            logger.info("stage %d: state of step %d is complete", context.stage, committed.num_commits)
 
     async def _catch_up(self, donors: list[m.Member]) -> None:
         """Learn the newest record from anyone who has one."""
@@ -254,17 +265,17 @@ class Membership:
     def _hear_of(self, record: m.CommitRecord) -> None:
         """Take over `record` if it is news: who was asked may lag behind this peer."""
         try:
-            self._member.learn(record)
+            self._committed.learn(record)
         except Refuse as refuse:
             logger.debug("record of step %d not taken over: %s", record.step, refuse)
 
     async def _ask_to_join(self, *, leaving: bool = False, lost: Sequence[Ticket] = ()) -> tuple[bool, str]:
-        """Whether a coordinator heard it, and what the run waits for in its words; else for one."""
-        member, context = self._member, self._link.context
-        version_id = None if leaving else await self._held_head()
+        """Return whether a coordinator heard it, and what the run waits for in its words."""
+        context = self._link.context
+        version_id = None if leaving else await self._held_version_id()
         request = m.Join(
             run=context.run,
-            stage=member.stage,
+            stage=self._context.stage,
             member=context.member(ready=version_id is not None),
             version_id=version_id,
             leaving=leaving,
@@ -285,12 +296,12 @@ class Membership:
                 return True, joining.waiting_for
         return False, waits
 
-    async def _held_head(self) -> str | None:
-        """Of the state that this peer holds, if that is the newest."""
-        member = self._member
-        async with member.settled():
-            is_newest = member.record is None or (member.up_to_date and not self._left_out)
-            return member.held_head if is_newest else None
+    async def _held_version_id(self) -> str | None:
+        """Return the name of the version that this peer holds, if that is the newest."""
+        committed = self._committed
+        async with committed.settled():
+            is_newest = committed.record is None or (committed.up_to_date and not self._left_out)
+            return committed.held_version_id if is_newest else None
 
     async def _coordinators(self) -> list[m.Member]:
         known = [self._member.coordinator] if self._member.coordinator is not None else []

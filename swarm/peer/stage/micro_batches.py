@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -17,9 +16,12 @@ from swarm.lifecycle.micro_batch import MICRO_BATCH
 from swarm.lifecycle.step import LedgerEntry
 from swarm.net.transport import Progress
 from swarm.peer.hop import HopResult, call_stage
-from swarm.peer.link import Link, Refuse
+from swarm.peer.link import Refuse
 from swarm.peer.stage.claims_client import ClaimsClient
+from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.load import LoadMeter
+from swarm.peer.stage.membership import Membership
+from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.policy.job_times import RECOMPUTATION
 from swarm.stage.accumulator import Accumulator
@@ -36,8 +38,8 @@ from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
-#: Micro-batches that the last stage has between the beginning of their forward and the end of their backward: while one's
-#: backward is on its way to the compute thread, that has another's forward. There is nothing else to wait for in between.
+#: The last stage has so many micro-batches between the beginning of their forward and the end of their backward. Two are enough:
+#: while the backward of one is on its way to the compute thread, the forward of the other keeps that busy.
 GRAPHS_OF_LAST_STAGE = 2
 
 
@@ -69,42 +71,50 @@ class MicroBatchServer:
     """Serves `Train` for one stage."""
 
     def __init__(
-        self, link: Link, member: StageMember, claims: ClaimsClient, budget: MemoryBudget, device: Device, meter: LoadMeter
+        self,
+        context: StageContext,
+        committed: CommittedState,
+        member: StageMember,
+        membership: Membership,
+        *,
+        budget: MemoryBudget,
+        device: Device,
+        meter: LoadMeter,
     ) -> None:
-        self._link = link
+        self._context = context
+        self._committed = committed
         self._member = member
-        self._claims = claims
+        self._membership = membership
+        self._claims = ClaimsClient(context, member)
         self._budget = budget
         self._device = device
         self._meter = meter
-        self._compute = member.compute
-        self._executor = member.executor
+        self._compute = context.compute
+        self._executor = context.executor
         #: Largest shapes of what has not the samples as its first dimension.
-        self._declared = self._compute.declared(member.config.micro_batch_size, member.config.sequence_length)
-        self._codec = CODECS[member.config.compression]
+        self._declared = self._compute.declared(context.config.micro_batch_size, context.config.sequence_length)
+        self._codec = CODECS[context.config.compression]
         #: Entered by a micro-batch from its forward to its backward. Elsewhere the budget counts graphs.
         self._room: AbstractAsyncContextManager[None] = nullcontext()
         if self._compute.last:
             self._room = asyncio.Semaphore(GRAPHS_OF_LAST_STAGE)
-        self.accepting: Callable[[], bool] = lambda: True
-        self.coming: Callable[[], bool] = lambda: False
         #: The requests that have ended, by their last phase.
         self.phases: Counter[str] = Counter()
         self.in_flight = 0
         self.recomputed = 0
         #: What a micro-batch holds for the next stage until that has answered, as the last one did.
         self._sent_bytes = 0
-        link.register(m.Train, self._on_train)
+        context.link.register(m.Train, self._on_train)
 
     async def _on_train(self, message: m.Train, frame: Frame, progress: Progress) -> Frame:
-        member = self._member
-        member.require_stage(message.stage)
-        member.at_work.follow(progress, waits_s=member.config.timing.stall_s)
+        context, committed, member = self._context, self._committed, self._member
+        context.require_stage(message.stage)
+        member.at_work.follow(progress, waits_s=context.config.timing.stall_s)
         await self._taken_up()
-        if not self.accepting():
+        if not self._membership.serving:
             raise Refuse("busy", "this peer is not serving now")
-        last = message.stage == member.config.num_stages - 1
-        if len(message.route) != member.config.num_stages - message.stage:
+        last = message.stage == context.config.num_stages - 1
+        if len(message.route) != context.config.num_stages - message.stage:
             raise Refuse("bad_request", "the route does not lead to the last stage")
         if last and not any(spec.role == "label" for spec in message.tensors):
             raise Refuse("bad_request", "labels are missing")
@@ -112,9 +122,9 @@ class MicroBatchServer:
         if why := member.at_work.overdue():
             raise Refuse("busy", why)
         version = await self._version(message)
-        if message.mode == "train" and member.hands_over(message.ticket.step):
+        if message.mode == "train" and committed.hands_over(message.ticket.step):
             raise Refuse("busy", "this peer moves to another stage")
-        if not self.accepting():  # it may have begun to leave while the request waited for its version
+        if not self._membership.serving:  # it may have begun to leave while the request waited for its version
             raise Refuse("busy", "this peer is not serving any more")
         work = _Work(message, frame, Reservation(self._budget))
         has_room = work.reserved.add(frame.body_bytes)
@@ -141,7 +151,7 @@ class MicroBatchServer:
 
     def _require_fitting(self, message: m.Train) -> None:
         """Refuse what is no micro-batch of this run, before anything is computed or claimed for it."""
-        config = self._member.config
+        config = self._context.config
         step, index = message.ticket
         count = config.tickets_per_step if message.mode == "train" else max(1, config.eval_tickets)
         if not (0 <= index < count and 0 <= step <= config.total_steps):
@@ -158,46 +168,46 @@ class MicroBatchServer:
                 raise Refuse("bad_request", f"{spec.name} of shape {spec.shape[:4]} is larger than a micro-batch of this run")
 
     async def _taken_up(self) -> None:
-        """Until a peer that the newest record lists for the first time serves; for a while at most."""
-        loop, member = asyncio.get_running_loop(), self._member
-        until = loop.time() + min(2.0, member.config.timing.request_s)
-        while self.coming() and (loop.time() < until or member.is_applying):  # noqa: ASYNC110
+        """Wait until a peer that the newest record lists for the first time serves; for a while at most."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(2.0, self._context.config.timing.request_s)
+        while self._membership.coming and (loop.time() < until or self._committed.is_applying):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
     async def _version(self, message: m.Train) -> Version:
-        """The version that the request names; a commit that is just being applied is waited for."""
-        member = self._member
+        """Return the version that the request names; a commit that is just being applied is waited for."""
+        context, committed = self._context, self._committed
         loop = asyncio.get_running_loop()
-        until = loop.time() + min(2.0, member.config.timing.request_s)
+        until = loop.time() + min(2.0, context.config.timing.request_s)
         while True:
-            version = member.versions.get(message.version_id)
-            if version is not None and (member.up_to_date or member.config.delay_steps):
-                base = member.config.base_step(message.ticket.step)
+            version = committed.versions.get(message.version_id)
+            if version is not None and (committed.up_to_date or context.config.delay_steps):
+                base = context.config.base_step(message.ticket.step)
                 if message.mode == "train" and version.num_commits != base:
-                    raise Refuse("bad_request", f"step {message.ticket.step} does not build on this head")
+                    raise Refuse("bad_request", f"step {message.ticket.step} does not build on this version")
                 return version
-            if member.is_copying:
+            if committed.is_copying:
                 raise Refuse("busy", "this peer copies the average of the last step")
-            if message.ticket.step < member.num_commits:
-                raise Refuse("ahead", f"{member.num_commits} steps have committed", record=member.record)
+            if message.ticket.step < committed.num_commits:
+                raise Refuse("ahead", f"{committed.num_commits} steps have committed", record=committed.record)
             try:
                 async with asyncio.timeout_at(until):
-                    async with member.committed:
-                        await member.committed.wait()
+                    async with committed.taken_over:
+                        await committed.taken_over.wait()
             except TimeoutError:
-                if member.is_applying:  # behind a long job perhaps: the caller follows that
-                    until = loop.time() + member.config.timing.request_s
+                if committed.is_applying:  # behind a long job perhaps: the caller follows that
+                    until = loop.time() + context.config.timing.request_s
                     continue
-                raise Refuse("behind", f"this peer is at step {member.num_commits}", record=member.record) from None
+                raise Refuse("behind", f"this peer is at step {committed.num_commits}", record=committed.record) from None
 
     # ------------------------------------------------------------------------------------------------ training
 
     async def _train(self, work: _Work, version: Version, progress: Progress) -> Frame:
-        message, member = work.message, self._member
+        message, context, member = work.message, self._context, self._member
         step, index = message.ticket
         state = member.step_state(step)
         loop = asyncio.get_running_loop()
-        claim, request_s = self._claims.request(step, index), member.config.timing.request_s
+        claim, request_s = self._claims.request(step, index), context.config.timing.request_s
         if self._compute.last:  # no time downstream hides this wait, and a graph would be held meanwhile
             await asyncio.wait([claim], timeout=request_s)
         came_at = loop.time()
@@ -207,13 +217,13 @@ class MicroBatchServer:
             forward = await self._executor.run(
                 lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
             )
-            activation, sent, worked_forward = forward.value
+            activation, sent, forward_time = forward.value
             work.queue_s += forward.queue_s
             work.move("sent")
             below: HopResult | None = None
             if not self._compute.last:  # the last stage goes on without waiting for its device
                 with member.at_work.beside("forward"):
-                    await self._device.complete(sent, worked_forward)
+                    await self._device.complete(sent, forward_time)
                 self._sent_bytes = sum(spec.num_bytes for spec, _ in sent.payload)
                 below = await self._downstream(work, sent.payload, progress)
                 await asyncio.wait([claim], timeout=request_s)
@@ -222,12 +232,12 @@ class MicroBatchServer:
             backward = await self._executor.run(
                 lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD, kind
             )
-        answer, added, told, worked_backward = backward.value
+        answer, added, told, backward_time = backward.value
         with member.at_work.beside(kind):
-            await self._device.complete(sent, worked_forward, answer, added, told, worked_backward)
-        work.forward_s = forward.run_s if worked_forward.seconds is None else worked_forward.seconds
-        work.backward_s = backward.run_s if worked_backward.seconds is None else worked_backward.seconds
-        if worked_forward.seconds is not None:  # the compute thread has only told its device what to do
+            await self._device.complete(sent, forward_time, answer, added, told, backward_time)
+        work.forward_s = forward.run_s if forward_time.seconds is None else forward_time.seconds
+        work.backward_s = backward.run_s if backward_time.seconds is None else backward_time.seconds
+        if forward_time.seconds is not None:  # the compute thread has only told its device what to do
             self._executor.times.note("forward", work.forward_s)
             self._executor.times.note(kind, work.backward_s)
         work.queue_s += backward.queue_s
@@ -240,7 +250,7 @@ class MicroBatchServer:
         self.recomputed += activation.recomputed
         hop = m.Hop(
             stage=message.stage,
-            peer=member.me.peer,
+            peer=context.me.peer,
             accumulated=verdict != "denied",
             queue_s=work.queue_s,
             forward_s=work.forward_s,
@@ -281,7 +291,7 @@ class MicroBatchServer:
     def _backward_job(
         self, work: _Work, activation: Activation, below: HopResult | None, accumulator: Accumulator
     ) -> tuple[Outgoing, Added, HostNumbers, DeviceTime]:
-        """Backward, claim, ledger and sum as one job: nothing comes between them."""
+        """Do backward, claim, ledger and sum as one job: nothing comes between them."""
         device = self._device
         device.begin()
         if not activation.inputs:
@@ -328,7 +338,12 @@ class MicroBatchServer:
             )
 
         result = await call_stage(
-            self._link, message.route[1:], request, [buffer for _, buffer in payload], stage=message.stage + 1, progress=progress
+            self._context.link,
+            message.route[1:],
+            request,
+            [buffer for _, buffer in payload],
+            stage=message.stage + 1,
+            progress=progress,
         )
         below = sum(hop.queue_s + hop.forward_s + hop.backward_s + hop.transfer_s for hop in result.trained.hops)
         work.transfer_s = max(0.0, result.seconds - below)
@@ -375,7 +390,7 @@ class MicroBatchServer:
         work.move("evaluated")
         hop = m.Hop(
             stage=work.message.stage,
-            peer=self._member.me.peer,
+            peer=self._context.me.peer,
             accumulated=False,
             queue_s=outcome.queue_s,
             forward_s=outcome.run_s,

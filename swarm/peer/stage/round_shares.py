@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from swarm.base.ids import MemberKey
 from swarm.policy.shares import Report, choose_auxiliaries, choose_shares, hagenbach_bischoff
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[str, str]
 
 
 def _report(offer: m.Assisting) -> Report:
@@ -23,30 +22,30 @@ def _report(offer: m.Assisting) -> Report:
 
 
 class RoundShares:
-    """Of one stage."""
+    """Chooses the shares of one stage's rounds."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
-        self._links: dict[Key, tuple[float | None, float | None]] = {}
-        self._last: dict[Key, float] = {}
+        self._links: dict[MemberKey, tuple[float | None, float | None]] = {}
+        self._last: dict[MemberKey, float] = {}
         #: The last auxiliaries, or why there were none.
         self._told = ""
         #: Why the shares, and the auxiliaries, are what they are.
-        self.reason = self.helpers_reason = ""
+        self.reason = self.auxiliaries_reason = ""
 
     def heard(self, reply: m.Collected) -> None:
-        """A member told, with its seal, what its link carries."""
+        """Note what a member told, with its seal, that its link carries."""
         self._links[reply.seal.member.key] = (reply.upload, reply.download)
 
     def keep(self, members: Sequence[m.Member]) -> None:
-        """Forget everyone else."""
+        """Forget everyone but `members`."""
         keys = {x.key for x in members}
         self._links = {key: link for key, link in self._links.items() if key in keys}
 
     def of(
         self, seals: Sequence[m.Seal], num_elements: int, offers: Sequence[m.Assisting] = (), *, most: int = 0, why_none: str = ""
     ) -> tuple[tuple[int, ...], tuple[m.Member, ...]]:
-        """Elements that each sealed member and then each auxiliary reduces in the round to come; and the auxiliaries.
+        """Choose how many elements each sealed member and then each auxiliary reduces in the round to come; and the auxiliaries.
 
         These are chosen among those that made `offers`, at most so many; `why_none` says why there are none.
         """
@@ -54,9 +53,9 @@ class RoundShares:
             Report(seal.member.peer[:8], *self._links.get(seal.member.key, (None, None)), computes=bool(seal.ledger))
             for seal in seals
         ]
-        helpers = self._helpers(members, offers, most, why_none)
-        keys = [*(seal.member.key for seal in seals), *(offer.member.key for offer in helpers)]
-        reports = [*members, *map(_report, helpers)]
+        auxiliaries = self._chosen(members, offers, most, why_none)
+        keys = [*(seal.member.key for seal in seals), *(offer.member.key for offer in auxiliaries)]
+        reports = [*members, *map(_report, auxiliaries)]
         previous = [self._last[key] for key in keys] if set(self._last) == set(keys) else None
         weights, reason = choose_shares(reports, previous)
         if previous is None or list(weights) != previous:
@@ -64,15 +63,15 @@ class RoundShares:
                 logger.info("stage %d: shares of the average are %s", self._stage, reason)
             self.reason = reason
         self._last = dict(zip(keys, weights, strict=True))
-        return tuple(hagenbach_bischoff(num_elements, weights)), tuple(offer.member for offer in helpers)
+        return tuple(hagenbach_bischoff(num_elements, weights)), tuple(offer.member for offer in auxiliaries)
 
-    def _helpers(self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str) -> list[m.Assisting]:
+    def _chosen(self, members: Sequence[Report], offers: Sequence[m.Assisting], most: int, why_none: str) -> list[m.Assisting]:
         before = [offer.member.peer[:8] for offer in offers if offer.member.key in self._last]
         used, reason = choose_auxiliaries(members, [_report(offer) for offer in offers], most=most, before=before)
         reason = reason if offers else f"none: {why_none}"
-        helpers = [offers[i] for i in used]
-        what = ", ".join(offer.member.peer for offer in helpers) or reason
+        auxiliaries = [offers[i] for i in used]
+        what = ", ".join(offer.member.peer for offer in auxiliaries) or reason
         if most and what != self._told:
             logger.info("stage %d: auxiliaries: %s", self._stage, reason)
-        self._told, self.helpers_reason = what, reason
-        return helpers
+        self._told, self.auxiliaries_reason = what, reason
+        return auxiliaries

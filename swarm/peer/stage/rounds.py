@@ -1,6 +1,7 @@
-"""A stage peer's part in the all-reduce of its stage: runs rounds, serves slices, hands averages to those that lack them.
+"""A stage peer's part in the all-reduce of its stage: runs rounds and serves slices.
 
-The round itself is `averaging/all_reduce.py`; what is averaged and what becomes of it belongs to `stage_member`.
+The round itself is `averaging/all_reduce.py`; what is averaged belongs to `step_state`, and what becomes of the average to
+`committed_state`.
 """
 
 from __future__ import annotations
@@ -10,25 +11,22 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, RoundFailed
-from swarm.base.errors import LinkError, RemoteError
+from swarm.base.errors import LinkError
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse
+from swarm.peer.link import Refuse
+from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.step_state import StepState, Turns
-from swarm.peer.stage.tied_sums import CHUNK_ELEMENTS, TiedSums, part_of
+from swarm.peer.stage.tied_sums import TiedSums
 from swarm.stage.device import on_host
-from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
-from swarm.stage.flat import empty_flat
 from swarm.stage.module import Tie
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
 from swarm.wire.framing import Frame, buffers_of
 
 logger = logging.getLogger(__name__)
@@ -59,22 +57,21 @@ class _Sending(Progress):
 
 
 class Rounds:
-    """Serves `Reduce`, `Slice` and `FetchSum`."""
+    """Serves `Reduce` and `Slice`."""
 
-    def __init__(self, link: Link, member: StageMember, ties: Sequence[Tie] = ()) -> None:
-        self._link = link
+    def __init__(self, context: StageContext, committed: CommittedState, member: StageMember, ties: Sequence[Tie] = ()) -> None:
+        self._context = context
+        self._committed = committed
         self._member = member
-        self._tied = TiedSums(link, member, ties)
-        member.copy_sum = self.copy_sum
-        link.register(m.Reduce, self._on_reduce)
-        link.register(m.Slice, self._on_slice)
-        link.register(m.FetchSum, self._on_fetch_average)
+        self._tied = TiedSums(context, committed, member, ties)
+        context.link.register(m.Reduce, self._on_reduce)
+        context.link.register(m.Slice, self._on_slice)
 
     async def _on_reduce(self, message: m.Reduce, frame: Frame, progress: Progress) -> m.Reduced:
-        self._member.require_stage(message.stage)
+        self._context.require_stage(message.stage)
         self._member.accept_ballot(message.attempt.ballot)
-        if len(message.auxiliaries) > self._member.config.auxiliaries:
-            raise Refuse("bad_request", f"the run allows a stage {self._member.config.auxiliaries} auxiliaries")
+        if len(message.auxiliaries) > self._context.config.auxiliaries:
+            raise Refuse("bad_request", f"the run allows a stage {self._context.config.auxiliaries} auxiliaries")
         state = self._member.step_state(message.step)
         ledger = state.accumulator.ledger
         if ledger.attempt.order != message.attempt.order or ledger.state not in ("frozen", "averaging"):
@@ -83,7 +80,7 @@ class Rounds:
             round_ = await self._round(state, message)
             self._follow(progress, state, round_)
             progress.follow(lambda: state.from_others.count)
-            async with asyncio.timeout(self._member.config.timing.average_s), self._member.carries.measured():
+            async with asyncio.timeout(self._context.config.timing.average_s), self._context.carries.measured():
                 average = await round_.run(
                     lambda phase, j, number, part: (
                         self._exchange(message, round_.members[j], phase, number, part, state.exchanged)
@@ -95,65 +92,55 @@ class Rounds:
         except RoundFailed as failure:
             for fault in state.round.blamed.values() if state.round is not None else ():
                 logger.error("step %d: %s", message.step, fault)
-            self._leave_round(state, message.attempt)
+            state.leave_round(message.attempt)
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
         except TimeoutError:
-            self._leave_round(state, message.attempt)
-            return m.Reduced(reason=f"no average within {self._member.config.timing.average_s:g} s")
-        if not ledger.move_in(message.attempt, "hold"):
-            return m.Reduced(reason="a newer attempt began")
+            state.leave_round(message.attempt)
+            return m.Reduced(reason=f"no average within {self._context.config.timing.average_s:g} s")
         # Invariant: the average is held before the leader hears of it.
-        state.average = average
+        if not state.hold(average):
+            return m.Reduced(reason="a newer attempt began")
         return m.Reduced(sum_digest=average.digest, sum_squares=average.sum_squares, tied=average.tied)
 
     def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
         state.follow(progress, round_)
-        progress.follow(lambda: self._member.background.finished)
-
-    def _leave_round(self, state: StepState, attempt: m.Attempt) -> None:
-        ledger = state.accumulator.ledger
-        ledger.move_in(attempt, "fail")
-        if state.round is not None and state.round.attempt.order == attempt.order:
-            state.round.fail(RoundFailed("this member left the round"))
-        state.changed.set()
+        progress.follow(lambda: self._context.background.finished)
 
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
-        """The round of this attempt; made once, from a copy of the sealed accumulator."""
+        """Make the round of this attempt, once, from a copy of the sealed accumulator."""
         ledger = state.accumulator.ledger
         if not ledger.move_in(message.attempt, "reduce"):
             raise Refuse("wrong_state", "this round has been started already, or is over")
-        if not isinstance(self._member.compressor, Plain):  # what it kept back of the last step is part of this one
-            await self._member.caught_up(message.step, num_commits=message.step)
-        contribution, state.contribution = state.contribution, None
+        if not isinstance(self._context.compressor, Plain):  # what it kept back of the last step is part of this one
+            await self._committed.caught_up(message.step, num_commits=message.step)
+        contribution = state.take_contribution()
         if contribution is not None and contribution.is_cuda:
             sealed = contribution
             contribution = await self._in_background(lambda: on_host(sealed))
         if ledger.attempt.order != message.attempt.order or ledger.state != "averaging":
             raise RoundFailed("a newer attempt began")
-        me = next(i for i, seal in enumerate(message.seals) if seal.member.key == self._member.me.key)
+        me = next(i for i, seal in enumerate(message.seals) if seal.member.key == self._context.me.key)
         tokens = tuple(seal.tokens for seal in message.seals)
-        compression = self._member.compressor.compress(Contribution(contribution, tokens, me, message.step))
+        compression = self._context.compressor.compress(Contribution(contribution, tokens, me, message.step))
         try:
-            state.round = Round(
+            round_ = Round(
                 message.attempt,
                 message.seals,
-                self._member.me.key,
+                self._context.me.key,
                 compression,
-                dtype=self._member.compute.master_dtype,
+                dtype=self._context.compute.master_dtype,
                 shares=message.shares,
                 auxiliaries=message.auxiliaries,
-                max_group=self._member.config.max_group,
+                max_group=self._context.config.max_group,
                 num_chunks=message.num_chunks,
                 run_job=self._in_background,
             )
         except ValueError as error:
             raise RoundFailed(str(error)) from None
-        state.turns.clear()
-        state.changed.set()
-        return state.round
+        return state.begin_round(round_)
 
     async def _in_background(self, job: Callable[[], Any]) -> Any:
-        return (await self._member.background.run(job, Priority.CONTROL)).value
+        return (await self._context.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
         self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, exchanged: Progress
@@ -161,17 +148,17 @@ class Rounds:
         specs, buffers = buffers_of([part] if part is not None else [])
         request = m.Slice(
             run=message.run,
-            stage=self._member.stage,
+            stage=self._context.stage,
             step=message.step,
             attempt=message.attempt,
-            member=self._member.me,
+            member=self._context.me,
             phase=phase,
             number=number,
             tensors=specs,
         )
-        timing = self._member.config.timing
-        self._member.average_bytes_sent += sum(spec.num_bytes for spec in specs)
-        _, frame = await self._link.ask(
+        timing = self._context.config.timing
+        self._context.moved.sent_average(sum(spec.num_bytes for spec in specs))
+        _, frame = await self._context.link.ask(
             target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
         )
         return frame.only_tensor()
@@ -179,7 +166,7 @@ class Rounds:
     async def _exchange_with_auxiliary(
         self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, state: StepState
     ) -> CodedChunk:
-        """Half of the window's parts leave at once: the first sums come back while the others leave.
+        """Send half of the window's parts at once: the first sums come back while the others leave.
 
         Nothing else moves on this member's line where an auxiliary reduces everything: if the whole window left at once, it
         would arrive at once, and the line would carry in one direction at a time.
@@ -190,13 +177,13 @@ class Rounds:
         try:
             return await self._exchange(message, target, phase, number, part, sending)
         except LinkError as error:
-            turns.failure = error
+            turns.fail(error)
             raise
         finally:
             sending.sent()
 
     async def _on_slice(self, message: m.Slice, frame: Frame, progress: Progress) -> Frame:
-        self._member.require_stage(message.stage)
+        self._context.require_stage(message.stage)
         state = self._member.step_state(message.step)
         ledger = state.accumulator.ledger
         while state.round is None or state.round.attempt.order != message.attempt.order:
@@ -205,7 +192,7 @@ class Rounds:
                 raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.attempt.order}")
             state.changed.clear()
             try:
-                async with asyncio.timeout(self._member.config.timing.request_s):
+                async with asyncio.timeout(self._context.config.timing.request_s):
                     await state.changed.wait()
             except TimeoutError:
                 raise Refuse("wrong_state", "this member was not told to start the round") from None
@@ -220,40 +207,5 @@ class Rounds:
             raise Refuse("failed", str(failure)) from None
         except ValueError as error:
             raise Refuse("bad_request", str(error)) from None
-        self._member.average_bytes_sent += spec.num_bytes
+        self._context.moved.sent_average(spec.num_bytes)
         return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))
-
-    async def _on_fetch_average(self, message: m.FetchSum, frame: Frame, progress: Progress) -> Frame:
-        self._member.require_stage(message.stage)
-        state = self._member.steps.get(message.step)
-        average = state.held_sum(message.digest) if state is not None else None
-        for step, kept in self._member.last_sums:
-            if step == message.step and kept.digest == message.digest:
-                average = kept
-        if average is not None:
-            spec, buffer = encode_tensor("average", part_of(average.flat, message.offset, message.length), "raw", "state")
-            self._member.average_bytes_sent += spec.num_bytes
-            return Frame(m.SumCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))
-        raise Refuse("unknown", f"no such average of step {message.step} is held")
-
-    async def copy_sum(self, holder: m.Member, step: int, digest: str) -> torch.Tensor:
-        total = self._member.compute.layout.num_elements
-        flat = empty_flat(total, dtype=self._member.compute.master_dtype)
-        for offset in range(0, total, CHUNK_ELEMENTS):
-            request = m.FetchSum(
-                run=self._link.context.run,
-                stage=self._member.stage,
-                step=step,
-                digest=digest,
-                offset=offset,
-                length=CHUNK_ELEMENTS,
-            )
-            _, frame = await self._link.ask(holder, request, m.SumCopy)
-            target = flat[offset : offset + CHUNK_ELEMENTS]
-            part = decode_tensor(*frame.only_tensor())
-            if part.shape != target.shape:
-                raise RemoteError("a part of the average came back with the wrong length")
-            target.copy_(part)
-        if (await self._member.background.run(lambda: digest_of([flat]), Priority.CONTROL)).value != digest:
-            raise RemoteError(f"the average from {holder.peer[:8]} has another digest")
-        return flat

@@ -11,12 +11,15 @@ from collections import Counter
 
 from swarm.averaging.reduction import num_chunks_of
 from swarm.base.errors import LinkError, RemoteError, Stalled
+from swarm.base.ids import MemberKey
 from swarm.lifecycle.claims import ClaimBook
 from swarm.lifecycle.coverage import stage_result
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
+from swarm.peer.link import Refuse, RefusedBy, together
 from swarm.peer.stage.auxiliaries import Auxiliaries
+from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.round_shares import RoundShares
+from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -25,41 +28,42 @@ logger = logging.getLogger(__name__)
 
 
 class StageLeader:
-    """Serves `Claim`, `Gather` and `Average`."""
+    """Serves `Claim`, `Gather` and `AllReduce`."""
 
-    def __init__(self, link: Link, member: StageMember, tasks: Tasks) -> None:
-        self._link = link
+    def __init__(self, context: StageContext, committed: CommittedState, member: StageMember) -> None:
+        self._context = context
+        self._committed = committed
         self._member = member
         self._books: dict[int, ClaimBook] = {}
-        self.shares = RoundShares(member.stage)
-        self._auxiliaries = Auxiliaries(link, member, tasks)
+        self.shares = RoundShares(context.stage)
+        self._auxiliaries = Auxiliaries(context)
         #: Of the newest round that all completed.
         self._round_s: float | None = None
         #: Set, and replaced, when a collection has ended.
         self._collected = asyncio.Event()
-        link.register(m.Claim, self._on_claim)
-        link.register(m.Gather, self._on_gather)
-        link.register(m.AllReduce, self._on_average)
-        member.on_commit.append(self._forget)
+        context.link.register(m.Claim, self._on_claim)
+        context.link.register(m.Gather, self._on_gather)
+        context.link.register(m.AllReduce, self._on_all_reduce)
 
-    def _forget(self, record: m.CommitRecord) -> None:
+    def forget(self, record: m.CommitRecord) -> None:
+        """Close the books up to the step of `record`, which has committed: nobody claims its tickets any more."""
         for step in [s for s in self._books if s <= record.step]:
             del self._books[step]
 
     def _book(self, step: int) -> ClaimBook:
-        """The book of `step`; the record's first ready member leads without being told, at the zero attempt."""
+        """Return the book of `step`; the record's first ready member leads without being told, at the zero attempt."""
         book = self._books.get(step)
         if book is None:
             leader = self._member.leader_of(step)
-            if leader is None or leader.key != self._member.me.key:
+            if leader is None or leader.key != self._context.me.key:
                 raise Refuse("wrong_state", "this peer does not lead the stage")
             book = self._books[step] = ClaimBook(step, m.Attempt(), self._member.members_for(step))
         return book
 
     async def _on_claim(self, message: m.Claim, frame: Frame, progress: Progress) -> m.Claimed:
-        self._member.require_stage(message.stage)
-        self._member.at_work.follow(progress, waits_s=self._member.config.timing.request_s)
-        await self._member.caught_up(message.step)  # the sender may have heard of the newest record first
+        self._context.require_stage(message.stage)
+        self._member.at_work.follow(progress, waits_s=self._context.config.timing.request_s)
+        await self._committed.caught_up(message.step)  # the sender may have heard of the newest record first
         self._member.step_state(message.step)  # refuses steps that are over or too far ahead
         book = await self._collected_book(message.step)
         if message.attempt.order != book.attempt.order:
@@ -67,8 +71,8 @@ class StageLeader:
         granted = []
         reason = ""
         for index in message.indexes:
-            if index >= self._member.config.tickets_per_step:
-                raise Refuse("bad_request", f"a step has {self._member.config.tickets_per_step} tickets")
+            if index >= self._context.config.tickets_per_step:
+                raise Refuse("bad_request", f"a step has {self._context.config.tickets_per_step} tickets")
             answer = book.ask(message.member, index)
             if answer.verdict == "conflict" and answer.holder is not None:
                 await self._take_back(book, index, answer.holder, progress)
@@ -80,9 +84,9 @@ class StageLeader:
         return m.Claimed(attempt=book.attempt, granted=tuple(granted), reason=reason)
 
     async def _collected_book(self, step: int) -> ClaimBook:
-        """Once a collection under way has ended. One that was given up, with its coordinator, never does."""
+        """Return the book once a collection under way has ended. One that was given up, with its coordinator, never does."""
         try:
-            async with asyncio.timeout(self._link.context.config.timing.request_s):
+            async with asyncio.timeout(self._context.config.timing.request_s):
                 while not (book := self._book(step)).is_collected:
                     await self._collected.wait()
         except TimeoutError:
@@ -92,14 +96,14 @@ class StageLeader:
     async def _take_back(self, book: ClaimBook, index: int, holder: m.Member, progress: Progress) -> None:
         """Ask the holder for its unused claim; one that cannot be reached is excluded for this step."""
         request = m.Revoke(
-            run=self._link.context.run, stage=self._member.stage, step=book.step, attempt=book.attempt, index=index
+            run=self._context.link.context.run, stage=self._context.stage, step=book.step, attempt=book.attempt, index=index
         )
         try:
-            reply, _ = await self._link.ask(holder, request, m.Revoked, progress=progress)
+            reply, _ = await self._context.link.ask(holder, request, m.Revoked, progress=progress)
         except (LinkError, RemoteError) as error:
             self._exclude(book, holder, str(error))
             if isinstance(error, LinkError):
-                await self._strike_silent(book)
+                await self._exclude_silent(book)
             return
         if reply.held:
             book.mark_held(index, holder)
@@ -110,9 +114,9 @@ class StageLeader:
         freed = book.exclude(holder)
         logger.info("step %d: %s excluded, %d tickets freed: %s", book.step, holder.peer[:8], len(freed), reason)
 
-    async def _strike_silent(self, book: ClaimBook) -> None:
-        """One holder does not answer, and others may be gone with it: all are looked at at once, not one for each ticket."""
-        me, presence = self._member.me.key, self._link.presence
+    async def _exclude_silent(self, book: ClaimBook) -> None:
+        """Look at all members at once, as others may be gone with the holder that does not answer, not at one for each ticket."""
+        me, presence = self._context.me.key, self._context.link.presence
         others = [x for x in book.members.values() if x.key not in book.excluded and x.key != me]
         there = {x.key for x in await presence.answering(others)}
         for member in others:
@@ -120,9 +124,9 @@ class StageLeader:
                 self._exclude(book, member, presence.liveness.why(member.key))
 
     async def _on_gather(self, message: m.Gather, frame: Frame, progress: Progress) -> m.Gathered:
-        member = self._member
-        member.require_stage(message.stage)
-        if not any(x.key == member.me.key for x in message.members):
+        context, member = self._context, self._member
+        context.require_stage(message.stage)
+        if not any(x.key == context.me.key for x in message.members):
             raise Refuse("not_member", "another incarnation of this peer was meant")
         member.accept_ballot(message.attempt.ballot)
         member.step_state(message.step)
@@ -130,11 +134,9 @@ class StageLeader:
         if known is not None and message.attempt.order < known.attempt.order:
             raise Refuse("wrong_state", f"attempt {known.attempt.order} has begun")
         excluded = {x.key: x for x in message.excluded}
-        if known is not None and member.me.key not in known.excluded:
+        if known is not None and context.me.key not in known.excluded:
             excluded |= known.excluded  # for the whole step, unless the coordinator has nobody left and tries everyone again
-        book = ClaimBook(message.step, message.attempt, message.members)
-        book.excluded |= excluded
-        book.is_collected = False
+        book = ClaimBook(message.step, message.attempt, message.members, excluded=excluded, is_collected=False)
         self._books[message.step] = book
         self.shares.keep(message.members)
         self._auxiliaries.ask(message)
@@ -161,10 +163,10 @@ class StageLeader:
             step=message.step,
             attempt=message.attempt,
             freeze=message.freeze,
-            leader=self._member.me,
+            leader=self._context.me,
         )
         try:
-            reply, _ = await self._link.ask(target, request, m.Collected, progress=progress)
+            reply, _ = await self._context.link.ask(target, request, m.Collected, progress=progress)
         except RefusedBy as refused:
             if refused.code in ("lower_ballot", "stale"):
                 raise  # the coordinator, or this leader, is what is out of date
@@ -181,29 +183,33 @@ class StageLeader:
         return None
 
     def _compare(self, book: ClaimBook, seals: list[m.Seal]) -> None:
-        """A replica whose state differs from its peers' must not contribute: it is excluded and will resynchronise."""
-        digests = [s.state_digest for s in seals if s.state_digest and s.version_id == self._member.versions.newest.version_id]
+        """Exclude replicas whose state differs from their peers': they must not contribute, and will resynchronise."""
+        digests = [s.state_digest for s in seals if s.state_digest and s.version_id == self._committed.versions.newest.version_id]
         if len(set(digests)) < 2:
             return
-        mine = self._member.state_digest
+        mine = self._committed.state_digest
         most, count = Counter(digests).most_common(1)[0]
         agreed = most if count * 2 > len(digests) or not mine else mine
         for seal in seals:
-            if seal.state_digest and seal.version_id == self._member.versions.newest.version_id and seal.state_digest != agreed:
+            if (
+                seal.state_digest
+                and seal.version_id == self._committed.versions.newest.version_id
+                and seal.state_digest != agreed
+            ):
                 logger.error("step %d: state of %s differs from its peers'; excluded", book.step, seal.member.peer[:8])
                 book.exclude(seal.member)
 
-    async def _on_average(self, message: m.AllReduce, frame: Frame, progress: Progress) -> m.AllReduced:
-        self._member.require_stage(message.stage)
+    async def _on_all_reduce(self, message: m.AllReduce, frame: Frame, progress: Progress) -> m.AllReduced:
+        self._context.require_stage(message.stage)
         self._member.accept_ballot(message.attempt.ballot)
-        progress.follow(lambda: self._member.background.finished)
+        progress.follow(lambda: self._context.background.finished)
         targets = [seal.member for seal in message.seals]
         offers = await self._auxiliaries.offers(message.attempt)
-        shares, helpers = self.shares.of(
+        shares, auxiliaries = self.shares.of(
             message.seals,
-            self._member.compute.layout.num_elements,
+            self._context.compute.layout.num_elements,
             offers,
-            most=self._member.config.auxiliaries,
+            most=self._context.config.auxiliaries,
             why_none=self._auxiliaries.why_none,
         )
         request = m.Reduce(
@@ -213,21 +219,21 @@ class StageLeader:
             attempt=message.attempt,
             seals=message.seals,
             shares=shares,
-            num_chunks=num_chunks_of(None if helpers else self._round_s),
+            num_chunks=num_chunks_of(None if auxiliaries else self._round_s),
             attempts=message.attempts,
-            auxiliaries=helpers,
+            auxiliaries=auxiliaries,
         )
         began = asyncio.get_running_loop().time()
         replies = await self._reduce_all(request, targets, progress)
         holders: dict[str, list[m.Member]] = {}
-        suspects: Counter[tuple[str, str]] = Counter()
+        suspects: Counter[MemberKey] = Counter()
         reasons: list[str] = []
         stalled: list[m.Member] = []
         squares = 0.0
         tied: m.TiedDigests = ()
-        for target, reply in zip((*targets, *helpers), replies, strict=True):
+        for target, reply in zip((*targets, *auxiliaries), replies, strict=True):
             if isinstance(reply, m.Reduced):
-                if reply.sum_digest and target not in helpers:
+                if reply.sum_digest and target not in auxiliaries:
                     holders.setdefault(reply.sum_digest, []).append(target)
                     squares, tied = reply.sum_squares, reply.tied
                 suspects.update(x.key for x in reply.suspects)
@@ -245,7 +251,7 @@ class StageLeader:
             self._round_s = asyncio.get_running_loop().time() - began
         if not suspects and not everyone_holds:
             suspects.update(x.key for x in stalled)
-        for_their_sake = self._auxiliaries.judge(message.step, helpers, suspects, everyone_holds=everyone_holds)
+        for_their_sake = self._auxiliaries.judge(message.step, auxiliaries, suspects, everyone_holds=everyone_holds)
         if len(holders) == 1 and not for_their_sake:
             digest, who = next(iter(holders.items()))
             result = stage_result(message.attempt, message.seals, digest, squares, tuple(who), tied=tied)
@@ -255,7 +261,7 @@ class StageLeader:
         return m.AllReduced(suspects=tuple(ordered), reason="; ".join(reasons)[:2000])
 
     async def _reduce_all(self, request: m.Reduce, members: list[m.Member], progress: Progress) -> list[m.Reduced | Exception]:
-        """Every member's and then every auxiliary's reply.
+        """Return every member's and then every auxiliary's reply.
 
         Once one has failed the others get `request_s` to end, since most cannot any more; and nobody waits for an auxiliary
         once all members have ended.
@@ -267,7 +273,7 @@ class StageLeader:
             while not all(t.done() for t in needed) and not any(t.done() and not _did_its_part(t.result()) for t in tasks):
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not all(t.done() for t in needed):
-                await asyncio.wait(waiting, timeout=self._link.context.config.timing.request_s)
+                await asyncio.wait(waiting, timeout=self._context.config.timing.request_s)
             late = Stalled("did not end with the round")
             return [t.result() if t.done() else late for t in tasks]
         finally:
@@ -277,8 +283,8 @@ class StageLeader:
 
     async def _reduce(self, request: m.Reduce, target: m.Member, progress: Progress) -> m.Reduced | Exception:
         try:
-            timing = self._link.context.config.timing
-            reply, _ = await self._link.ask(target, request, m.Reduced, stall_s=timing.stall_s, progress=progress)
+            timing = self._context.config.timing
+            reply, _ = await self._context.link.ask(target, request, m.Reduced, stall_s=timing.stall_s, progress=progress)
         except (LinkError, RemoteError) as error:
             return error
         return reply

@@ -14,15 +14,19 @@ from swarm.peer.context import PeerContext
 from swarm.peer.link import Link, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.stage.checkpoints import Checkpoints
-from swarm.peer.stage.claims_client import ClaimsClient
+from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.load import LoadMeter
 from swarm.peer.stage.membership import Membership
 from swarm.peer.stage.micro_batches import MicroBatchServer
-from swarm.peer.stage.restore import OnChecked, RestorePoints
 from swarm.peer.stage.rounds import Rounds
+from swarm.peer.stage.saved_states import OnChecked, SavedStates
+from swarm.peer.stage.stage_context import BytesMoved, StageContext
 from swarm.peer.stage.stage_leader import StageLeader
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.state_transfer import StateDonor
+from swarm.peer.stage.step_state import MakeAccumulator, OpenSteps
+from swarm.peer.stage.sum_copies import SumCopies
+from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
 from swarm.stage.device import device_of
 from swarm.stage.executor import Priority, Threads
@@ -67,24 +71,38 @@ class StagePeer:
         factory: builds the stage's module.
         threads: compute, and do what must not wait for that; closed with the peer.
         machine: computes.
+        on_checked: told of the checkpoints here once they were read; see `saved_states.py`.
+        on_refused: told why a checkpoint could not be written.
+        make_accumulator: makes the accumulator of a step, with the arguments of `Accumulator`.
     """
 
-    def __init__(self, context: PeerContext, *, stage: int, factory: StageFactory, threads: Threads, machine: Machine) -> None:
+    def __init__(
+        self,
+        context: PeerContext,
+        *,
+        stage: int,
+        factory: StageFactory,
+        threads: Threads,
+        machine: Machine,
+        on_checked: OnChecked = lambda steps, damaged: None,
+        on_refused: Callable[[StorageError], None] = lambda error: None,
+        make_accumulator: MakeAccumulator = Accumulator,
+    ) -> None:
         self.context = context
         self._factory = factory
         self._threads = threads
         self._machine = machine
         self._device = device_of(machine.device)
         if self._device.allocate is not None:
-            context.transport.allocate = self._device.allocate
+            context.transport.receive_into(self._device.allocate)
         self._budget = MemoryBudget(machine.memory_limit_bytes)
         self.link = Link(context)
         #: Called when this peer has taken up another stage.
         self.on_move: list[Callable[[], None]] = []
-        #: Told of the checkpoints here once they were read; see `restore.py`.
-        self.on_checked: OnChecked = lambda steps, damaged: None
-        #: Told why a checkpoint could not be written.
-        self.on_refused: Callable[[StorageError], None] = lambda error: None
+        self._on_checked = on_checked
+        self._on_refused = on_refused
+        self._make_accumulator = make_accumulator
+        self.moved = BytesMoved()
         self._stopping = False
         self._told_end = False
         #: Others may know of this peer.
@@ -94,7 +112,7 @@ class StagePeer:
         self._take_up(self._compute_of(stage))
         RunInfoServer(
             self.link,
-            record=lambda: self.member.record,
+            record=lambda: self.committed.record,
             status=self._status,
             coordinator=lambda: self.member.coordinator or self.membership.answered_by,
         )
@@ -112,39 +130,39 @@ class StagePeer:
             budget=self._budget,
         )
 
-    def _take_up(self, compute: StageCompute, before: StageMember | None = None) -> None:
+    def _take_up(self, compute: StageCompute, before: tuple[CommittedState, StageMember] | None = None) -> None:
         """Build all parts that serve one stage; from here on they answer, in the place of those of `before`."""
         self._tasks = Tasks()
         compute.show_progress(self._threads.compute)
-        self.stage = stage = compute.stage
+        self.stage = compute.stage
+        config, link, machine, state_dir = self.context.config, self.link, self._machine, self.context.state_dir
         moments = moments_for(
-            self.context.config,
-            compute.layout,
-            dtype=compute.master_dtype,
-            device=compute.device,
-            offload=self._machine.offload_optimizer,
+            config, compute.layout, dtype=compute.master_dtype, device=compute.device, offload=machine.offload_optimizer
         )
-        self.member = StageMember(self.link, stage, compute, moments, self._threads, self._tasks)
-        self.member.max_queued = queued_sums(compute.layout.num_elements, self.context.config, self._budget.limit_bytes)
-        self.member.on_commit.append(self._note_end)
+        self.stage_context = context = StageContext(link, compute, moments, self._threads, self._tasks, self.moved)
+        steps = OpenSteps(context, self._make_accumulator)
+        saved = SavedStates(context, state_dir, self._on_checked)
+        max_queued = queued_sums(compute.layout.num_elements, config, self._budget.limit_bytes)
+        self.committed = committed = CommittedState(context, steps, SumCopies(context, steps), saved, max_queued=max_queued)
+        self._checkpoints = checkpoints = Checkpoints(context, committed, state_dir, self._on_refused)
+        self.meter = LoadMeter(context, committed, machine.free_bytes, machine.flops_per_s)
+        self.member = member = StageMember(context, committed, steps, self.meter, lambda: checkpoints.saved)
         if before is not None:
-            self.member.succeed(before)
-        self.meter = LoadMeter(self.member, self._machine.free_bytes, self._machine.flops_per_s)
-        Rounds(self.link, self.member, ties_of(self._factory, self.context.config.frozen))
-        self.leader = StageLeader(self.link, self.member, self._tasks)
-        self.membership = membership = Membership(self.link, self.member)
-        membership.on_move = self._go_to
-        claims = ClaimsClient(self.link, self.member, self._tasks)
-        self.micro_batches = MicroBatchServer(self.link, self.member, claims, self._budget, self._device, self.meter)
-        self.micro_batches.accepting, self.micro_batches.coming = lambda: membership.serving, lambda: membership.coming
-        StateDonor(self.link, self.member)
-        RestorePoints(self.link, self.member, self.context.state_dir, lambda *found: self.on_checked(*found))
-        self._checkpoints = Checkpoints(
-            self.link, self.member, self._tasks, self.context.state_dir, lambda error: self.on_refused(error)
+            committed.succeed(before[0])
+            member.succeed(before[1])
+        Rounds(context, committed, member, ties_of(self._factory, config.frozen))
+        self.leader = StageLeader(context, committed, member)
+        self.membership = Membership(context, committed, member, self._go_to)
+        self.micro_batches = MicroBatchServer(
+            context, committed, member, self.membership, budget=self._budget, device=self._device, meter=self.meter
+        )
+        StateDonor(context, committed)
+        committed.on_commit.extend(
+            (self._note_end, self.leader.forget, self.membership.note, saved.checkpoint_record.note, checkpoints.note)
         )
 
     def _note_end(self, record: m.CommitRecord) -> None:
-        """The peer stays, for whoever needs the last state; its operator is told once that the run does not need it."""
+        """Tell the operator once that the run does not need this peer; it stays for whoever needs the last state."""
         if record.step + 1 == self.context.config.total_steps and not self._told_end:
             self._told_end = True
             logger.info("the run is done; Ctrl-C to leave")
@@ -152,12 +170,12 @@ class StagePeer:
             logger.info("an operator stopped the run after step %d; Ctrl-C to leave", record.step + 1)
 
     def _status(self) -> m.StatusReply:
-        member, served = self.member, self.micro_batches
+        context, committed, member, served = self.stage_context, self.committed, self.member, self.micro_batches
         return m.StatusReply(
             role="stage",
             member=self.context.member(),
-            step=member.num_commits,
-            version_id=(member.record and member.held_head) or "",
+            step=committed.num_commits,
+            version_id=(committed.record and committed.held_version_id) or "",
             state=self.membership.state,
             detail={
                 "stage": self.stage,
@@ -169,24 +187,25 @@ class StagePeer:
                 "failed": served.phases["failed"],
                 "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),
-                "parameters": member.compute.layout.num_elements,
-                "upload_bytes_per_s": round(member.carries.upload.rate or 0),
-                "download_bytes_per_s": round(member.carries.download.rate or 0),
+                "parameters": context.compute.layout.num_elements,
+                "upload_bytes_per_s": round(context.carries.upload.rate or 0),
+                "download_bytes_per_s": round(context.carries.download.rate or 0),
                 "bytes_sent": self.context.transport.carried()[0],
-                "average_bytes_sent": member.average_bytes_sent,
+                "average_bytes_sent": self.moved.average_sent,
                 "shares": self.leader.shares.reason,
-                "auxiliaries": self.leader.shares.helpers_reason,
-                "state_bytes_sent": member.state_bytes_sent,
-                "state_bytes_received": member.state_bytes_received,
-                "state_digest": member.state_digest[:16],
+                "auxiliaries": self.leader.shares.auxiliaries_reason,
+                "state_bytes_sent": self.moved.state_sent,
+                "state_bytes_received": self.moved.state_received,
+                "state_digest": committed.state_digest[:16],
                 **member.at_work.told(),
                 **self._device.memory_peaks(),
             },
-            stages=member.record.members if member.record else (),
+            stages=committed.record.members if committed.record else (),
             stage=self.stage,
         )
 
     async def start(self) -> None:
+        """Serve, join the DHT, prepare the module, and ask to be listed."""
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         await self._threads.compute.run(self._warm_up, Priority.CONTROL)
@@ -199,21 +218,22 @@ class StagePeer:
         self._tasks.start(self.membership.join_loop(), "membership", vital=True)
 
     def _warm_up(self) -> None:
-        config, member = self.context.config, self.member
-        member.compute.warm_up(
-            member.versions.newest, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
+        config = self.context.config
+        self.stage_context.compute.warm_up(
+            self.committed.versions.newest, num_samples=config.micro_batch_size, sequence_length=config.sequence_length
         )
 
     @property
     def _awaited(self) -> bool:
-        """A record still lists this peer beside others, and an open step has some of its gradients or is led by it.
+        """The next commit needs this peer: it is listed beside others, and has gradients of an open step or leads one.
 
         No step is open while the run is paused or stopped, and no record follows.
         """
-        member = self.member
-        if member.record is None or member.listed() is None or member.record.order.paused or is_stopped(member.record):
+        committed, member = self.committed, self.member
+        record = committed.record
+        if record is None or committed.listed() is None or record.order.paused or is_stopped(record):
             return False
-        others = sum(x.ready for x in member.record.members[self.stage]) > 1
+        others = sum(x.ready for x in record.members[self.stage]) > 1
         return others and (bool(member.held_tickets()) or member.leads())
 
     @property
@@ -231,7 +251,7 @@ class StagePeer:
         self._woken.set()
 
     async def run(self) -> None:
-        """Until `stop`.
+        """Serve until `stop` is called.
 
         Raises:
             SwarmError: a part of the peer failed.
@@ -247,14 +267,14 @@ class StagePeer:
         """Take up another stage as a joiner. A move to the same stage is none: nothing is built and nothing downloaded."""
         if stage == self.stage:
             return
-        before, tasks = self.member, self._tasks
+        before, old = (self.committed, self.member), self.stage_context
         logger.info("moving from stage %d to stage %d", self.stage, stage)
         # Built by the compute thread: building draws random numbers, and its jobs rely on theirs.
         compute = (await self._threads.compute.run(lambda: self._compute_of(stage), Priority.CONTROL)).value
         await self._checkpoints.written()
         self._take_up(compute, before)
-        await tasks.close()
-        await self._threads.compute.run(before.compute.let_go, Priority.CONTROL)
+        await old.tasks.close()
+        await self._threads.compute.run(old.compute.let_go, Priority.CONTROL)
         await self._threads.compute.run(self._warm_up, Priority.CONTROL)
         self._start_loops()
         for callback in self.on_move:
@@ -288,7 +308,7 @@ class StagePeer:
         logger.info(
             "stage %d: leaving after step %d: %d tickets accumulated, %d passed on, %d failed, %d given back",
             self.stage,
-            self.member.num_commits,
+            self.committed.num_commits,
             served["accumulated"],
             served["passed"],
             served["failed"],

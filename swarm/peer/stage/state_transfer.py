@@ -1,4 +1,4 @@
-"""State of a stage from one peer to another: a snapshot pinned at a head, served in ranges, verified by digest.
+"""State of a stage from one peer to another: a snapshot pinned at a version, served in ranges, verified by digest.
 
 A version's tensors are never modified, so a pin is a reference: it copies nothing and locks nothing. Owns pins and
 downloads; must not decide when a peer needs state (`membership` does).
@@ -18,8 +18,9 @@ import torch
 from swarm.base.errors import LinkError, RemoteError
 from swarm.lifecycle.record import fault_of
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse, together
-from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.link import Refuse, together
+from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.stage.moments import OptimizerState
@@ -74,17 +75,19 @@ class _Pin:
 class StateDonor:
     """Serves `StateOffer` and `StateRange`: one snapshot at a time, to a few readers; others are sent elsewhere."""
 
-    def __init__(self, link: Link, member: StageMember) -> None:
-        self._member = member
+    def __init__(self, context: StageContext, committed: CommittedState) -> None:
+        self._context = context
+        self._committed = committed
         self._pin: _Pin | None = None
         self._pinning = asyncio.Lock()
         #: Entries of the manifest for what never changes.
         self._frozen_entries: list[tuple[str, str, int, str]] | None = None
-        link.register(m.StateOffer, self._on_offer)
-        link.register(m.StateRange, self._on_range)
+        context.link.register(m.StateOffer, self._on_offer)
+        context.link.register(m.StateRange, self._on_range)
 
     @property
     def num_pins(self) -> int:
+        """Snapshots that are pinned: 0 or 1."""
         return int(self._pin is not None)
 
     @property
@@ -93,10 +96,10 @@ class StateDonor:
 
     @property
     def _lease_s(self) -> float:
-        return READER_STALLS * self._member.config.timing.stall_s
+        return READER_STALLS * self._context.config.timing.stall_s
 
     def _pinned(self) -> _Pin | None:
-        """The pinned snapshot, unless all its readers have gone."""
+        """Return the pinned snapshot, unless all its readers have gone."""
         pin = self._pin
         if pin is not None:
             pin.readers = {reader: seen for reader, seen in pin.readers.items() if self._now - seen < self._lease_s}
@@ -105,21 +108,21 @@ class StateDonor:
         return self._pin
 
     async def _on_offer(self, message: m.StateOffer, frame: Frame, progress: Progress) -> m.StateManifest | m.Ack:
-        member, reader = self._member, message.reader or progress.remote
-        member.require_stage(message.stage)
+        context, committed, reader = self._context, self._committed, message.reader or progress.remote
+        context.require_stage(message.stage)
         if message.release is not None:
             pin = self._pinned()
             if pin is not None and pin.manifest.record.version_id == message.release:
                 pin.readers.pop(reader, None)
                 self._pinned()
             return m.Ack()
-        progress.follow(lambda: member.storage.finished + member.background.finished + member.executor.finished)
-        if not member.is_copying:  # that may take long, and other donors may have what is asked for
-            async with member.settled():
+        progress.follow(lambda: context.storage.finished + context.background.finished + context.executor.finished)
+        if not committed.is_copying:  # that may take long, and other donors may have what is asked for
+            async with committed.settled():
                 pass
         async with self._pinning:  # making one takes a while, and there is never a second
-            if not member.up_to_date or member.versions.newest.record.step < message.min_step:
-                raise Refuse("behind", f"this peer holds step {member.versions.newest.record.step}")
+            if not committed.up_to_date or committed.versions.newest.record.step < message.min_step:
+                raise Refuse("behind", f"this peer holds step {committed.versions.newest.record.step}")
             pin = self._pinned()
             if pin is not None and pin.manifest.record.step < message.min_step:
                 self._require_stuck(pin)
@@ -132,7 +135,7 @@ class StateDonor:
             return pin.manifest
 
     def _require_stuck(self, pin: _Pin) -> None:
-        """A snapshot that hardly moves makes room for the one that is wanted; its readers start again.
+        """Make room for a snapshot that is wanted, if the pinned one hardly moves; its readers start again.
 
         Raises:
             Refuse: it moves.
@@ -142,9 +145,9 @@ class StateDonor:
             raise Refuse("busy", f"the snapshot of step {pin.manifest.record.step} is being served; ask another member")
 
     async def _make_pin(self) -> _Pin:
-        member = self._member
-        state = member.versions.state()
-        frozen = {_FROZEN + name: tensor.detach().view(-1) for name, tensor in member.compute.frozen.items()}
+        context, committed = self._context, self._committed
+        state = committed.versions.state()
+        frozen = {_FROZEN + name: tensor.detach().view(-1) for name, tensor in context.compute.frozen.items()}
         if self._frozen_entries is None:
             self._frozen_entries = await self._entries(frozen)
         manifest = m.StateManifest(
@@ -156,14 +159,14 @@ class StateDonor:
         return _Pin(_tensors(state) | frozen, manifest, self._now)
 
     async def _entries(self, tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, int, str]]:
-        entries, storage = [], self._member.storage
+        entries, storage = [], self._context.storage
         for name, tensor in tensors.items():
             digest = await storage.run(lambda t=tensor: digest_of([t], tick=storage.tick), Priority.CONTROL)  # type: ignore[misc]
             entries.append((name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), digest.value))
         return entries
 
     async def _on_range(self, message: m.StateRange, frame: Frame, progress: Progress) -> Frame:
-        self._member.require_stage(message.stage)
+        self._context.require_stage(message.stage)
         pin, reader = self._pinned(), message.reader or progress.remote
         if pin is None or pin.manifest.record.version_id != message.version_id or reader not in pin.readers:
             raise Refuse("unknown", "no such snapshot is pinned here for this peer")
@@ -174,18 +177,18 @@ class StateDonor:
         part = pin.tensors[message.name][message.offset : message.offset + min(message.length, RANGE_ELEMENTS)]
         spec, buffer = encode_tensor(message.name, part.detach().to("cpu", copy=True), "raw", "state")
         pin.num_bytes += spec.num_bytes
-        self._member.state_bytes_sent += spec.num_bytes
+        self._context.moved.sent_state(spec.num_bytes)
         return Frame(m.StateChunk(tensors=(spec,)), (buffer,))
 
 
 class _Incoming:
     """One snapshot on its way in, in ranges, from several donors at once; a donor that fails gives its range back."""
 
-    def __init__(self, link: Link, member: StageMember, manifest: m.StateManifest) -> None:
-        self._link = link
-        self._member = member
+    def __init__(self, context: StageContext, manifest: m.StateManifest) -> None:
+        self._context = context
+        self._link = context.link
         self.manifest = manifest
-        compute = member.compute
+        compute = context.compute
         #: Name, dtype, length and digest of what is wanted.
         self._wanted = [entry for entry in manifest.entries if not (entry[0].startswith(_FROZEN) and compute.has_frozen)]
         missing = {_FROZEN + name for name in compute.frozen} - {name for name, *_ in self._wanted}
@@ -198,8 +201,8 @@ class _Incoming:
                 num_elements, dtype = target.numel(), target.dtype
             elif name in (MASTERS, _PREVIOUS):
                 num_elements, dtype = compute.layout.num_elements, compute.master_dtype
-            elif name in member.moments.entries:
-                dtype, layout = member.moments.entries[name]
+            elif name in context.moments.entries:
+                dtype, layout = context.moments.entries[name]
                 num_elements = layout.num_elements
             else:
                 raise RemoteError(f"{name} is nothing that this stage has")
@@ -245,7 +248,7 @@ class _Incoming:
     async def _fetch(self, donor: m.Member, name: str, offset: int) -> None:
         ask = m.StateRange(
             run=self._link.context.run,
-            stage=self._member.stage,
+            stage=self._context.stage,
             version_id=self.manifest.record.version_id,
             name=name,
             offset=offset,
@@ -259,26 +262,26 @@ class _Incoming:
         if part.shape != target.shape:
             raise RemoteError(f"{name}: a range came back with the wrong length")
         target.copy_(part)
-        self._member.state_bytes_received += frame.body_bytes
+        self._context.moved.received_state(frame.body_bytes)
 
     async def verified(self) -> StageState:
-        """The state, once every tensor has the digest that was announced.
+        """Return the state, once every tensor has the digest that was announced.
 
         Raises:
             RemoteError: naming the tensor that has another.
         """
-        compute = self._member.compute
+        compute = self._context.compute
         tensors = {}
         for name, _, _, digest in self._wanted:
             flat = self._tensors[name]
-            found = await self._member.storage.run(lambda f=flat: digest_of([f]), Priority.CONTROL)  # type: ignore[misc]
+            found = await self._context.storage.run(lambda f=flat: digest_of([f]), Priority.CONTROL)  # type: ignore[misc]
             if found.value != digest:
                 raise RemoteError(f"{name}: the digest differs from the one announced")
             if not name.startswith(_FROZEN):
-                is_moment = name in self._member.moments.entries
-                tensors[name] = flat.to(self._member.moments.home if is_moment else compute.device)
-        compute.has_frozen = True
-        moments = self._member.moments.entries
+                is_moment = name in self._context.moments.entries
+                tensors[name] = flat.to(self._context.moments.home if is_moment else compute.device)
+        compute.received_frozen()
+        moments = self._context.moments.entries
         if set(tensors) - {_PREVIOUS} != {MASTERS, *moments}:
             raise RemoteError(f"the snapshot has entries {sorted(tensors)}")
         previous = None
@@ -289,17 +292,17 @@ class _Incoming:
         return StageState(version, optimizer, previous)
 
 
-async def download(link: Link, member: StageMember, donors: Sequence[m.Member], *, min_step: int) -> StageState:
-    """A verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same head.
+async def download(context: StageContext, donors: Sequence[m.Member], *, min_step: int) -> StageState:
+    """Download a verified snapshot of step `min_step` or newer, from as many of `donors` as offer the same version.
 
     Raises:
         RemoteError: none of them gave one; says what each answered.
     """
     reasons: list[str] = []
-    stall_s = link.context.config.timing.stall_s
+    link, stall_s = context.link, context.config.timing.stall_s
 
     async def offer(donor: m.Member) -> m.StateManifest | None:
-        ask = m.StateOffer(run=link.context.run, stage=member.stage, min_step=min_step, reader=link.context.incarnation)
+        ask = m.StateOffer(run=link.context.run, stage=context.stage, min_step=min_step, reader=link.context.incarnation)
         try:
             manifest, _ = await link.ask(donor, ask, m.StateManifest, stall_s=stall_s)
         except (LinkError, RemoteError) as error:
@@ -313,19 +316,19 @@ async def download(link: Link, member: StageMember, donors: Sequence[m.Member], 
 
     offers = list(zip(donors, await asyncio.gather(*(offer(donor) for donor in donors)), strict=True))
     given = [(donor, manifest) for donor, manifest in offers if manifest is not None]
-    state = await _from_offers(link, member, given, reasons) if given else None
-    await asyncio.gather(*(_let_go(link, member, donor, manifest) for donor, manifest in given))
+    state = await _from_offers(context, given, reasons) if given else None
+    await asyncio.gather(*(_let_go(context, donor, manifest) for donor, manifest in given))
     if state is None:
-        raise RemoteError(f"no state for stage {member.stage}: {'; '.join(reasons) or 'nobody to ask'}")
+        raise RemoteError(f"no state for stage {context.stage}: {'; '.join(reasons) or 'nobody to ask'}")
     return state
 
 
 async def _from_offers(
-    link: Link, member: StageMember, given: list[tuple[m.Member, m.StateManifest]], reasons: list[str]
+    context: StageContext, given: list[tuple[m.Member, m.StateManifest]], reasons: list[str]
 ) -> StageState | None:
-    """The newest of the offered snapshots, or None; then `reasons` grows by what each donor answered."""
+    """Download the newest of the offered snapshots; if none is had, `reasons` grows by what each donor answered."""
     newest = max((manifest for _, manifest in given), key=lambda x: (x.record.era, x.record.step, x.record.version_id))
-    incoming = _Incoming(link, member, newest)
+    incoming = _Incoming(context, newest)
     sources = [d for d, x in given if (x.record.version_id, x.entries) == (newest.record.version_id, newest.entries)]
 
     async def fetch(donor: m.Member) -> None:
@@ -340,24 +343,24 @@ async def _from_offers(
             return await incoming.verified()
         except RemoteError as error:
             names = ", ".join(donor.peer[:8] for donor in sources)
-            logger.warning("stage %d: no state from %s: %s", member.stage, names, error)
+            logger.warning("stage %d: no state from %s: %s", context.stage, names, error)
             reasons.append(f"{names}: {error}")
     for donor in sources if incoming.complete else []:  # one of them is to blame: each alone
-        incoming = _Incoming(link, member, newest)
+        incoming = _Incoming(context, newest)
         try:
             await incoming.fetch_from(donor)
             return await incoming.verified()
         except (LinkError, RemoteError) as error:
-            logger.warning("stage %d: no state from %s: %s", member.stage, donor.peer[:8], error)
+            logger.warning("stage %d: no state from %s: %s", context.stage, donor.peer[:8], error)
             reasons.append(f"{donor.peer[:8]}: {error}")
     return None
 
 
-async def _let_go(link: Link, member: StageMember, donor: m.Member, manifest: m.StateManifest) -> None:
+async def _let_go(context: StageContext, donor: m.Member, manifest: m.StateManifest) -> None:
     """Tell `donor` that its snapshot is not needed any more; else it turns other newcomers away for a while."""
     release = m.StateOffer(
-        run=link.context.run, stage=member.stage, release=manifest.record.version_id, reader=link.context.incarnation
+        run=context.run, stage=context.stage, release=manifest.record.version_id, reader=context.link.context.incarnation
     )
     with contextlib.suppress(LinkError, RemoteError, TimeoutError):
-        async with asyncio.timeout(link.context.config.timing.heartbeat_s):  # a donor that is gone is not waited for
-            await link.ask(donor, release, m.Ack)
+        async with asyncio.timeout(context.config.timing.heartbeat_s):  # a donor that is gone is not waited for
+            await context.link.ask(donor, release, m.Ack)

@@ -18,10 +18,13 @@ from swarm.averaging.reduction import RoundFailed
 from swarm.averaging.tied import Tied, TiedRange, TiedRanges
 from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
-from swarm.peer.link import Link, Refuse
+from swarm.peer.link import Refuse
 from swarm.peer.presence import Candidates
+from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
-from swarm.peer.stage.step_state import OwnSums, StepState
+from swarm.peer.stage.step_state import StepState
+from swarm.peer.stage.sum_copies import CHUNK_ELEMENTS, part_of
 from swarm.stage.accumulator import is_finite
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tie
@@ -31,17 +34,6 @@ from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
 
-#: Elements of an average, or of a sum that goes into it, that one request moves.
-CHUNK_ELEMENTS = 2**22
-
-
-def part_of(flat: torch.Tensor, offset: int, length: int) -> torch.Tensor:
-    """A copy of elements `offset : offset + length`, of `CHUNK_ELEMENTS` at most.
-
-    A view would hold all of `flat` for as long as a slow link takes to carry it.
-    """
-    return flat[offset : offset + min(length, CHUNK_ELEMENTS)].clone()
-
 
 class TiedSums:
     """Serves `FetchTied`.
@@ -50,11 +42,12 @@ class TiedSums:
         ConfigError: if a tie does not fit the stage.
     """
 
-    def __init__(self, link: Link, member: StageMember, ties: Sequence[Tie]) -> None:
-        self._link = link
+    def __init__(self, context: StageContext, committed: CommittedState, member: StageMember, ties: Sequence[Tie]) -> None:
+        self._context = context
+        self._committed = committed
         self._member = member
-        self._ranges = TiedRanges(ties, member.stage, member.compute.layout)
-        link.register(m.FetchTied, self._on_fetch)
+        self._ranges = TiedRanges(ties, context.stage, context.compute.layout)
+        context.link.register(m.FetchTied, self._on_fetch)
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
@@ -65,21 +58,20 @@ class TiedSums:
         Raises:
             RoundFailed: if another stage's sums could not be had.
         """
-        state.own_sums = OwnSums(message.attempt, self._ranges.own(flat))
-        state.changed.set()
-        wanted = [(r, stage) for r in self._ranges.ranges for stage in r.stages if stage != self._member.stage]
+        state.keep_own_sums(message.attempt, self._ranges.own(flat))
+        wanted = [(r, stage) for r in self._ranges.ranges for stage in r.stages if stage != self._context.stage]
         parts = {(r.name, stage): await self._fetch(message, state, r, stage) for r, stage in wanted}
-        return (await self._member.background.run(lambda: self._ranges.tie(flat, parts), Priority.CONTROL)).value
+        return (await self._context.background.run(lambda: self._ranges.tie(flat, parts), Priority.CONTROL)).value
 
     async def _fetch(self, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int) -> torch.Tensor:
-        """The sum of one tied parameter at another stage, from whichever of its members gives it."""
-        if stage >= len(message.attempts) or self._member.record is None:
+        """Fetch the sum of one tied parameter at another stage, from whichever of its members gives it."""
+        if stage >= len(message.attempts) or self._committed.record is None:
             raise RoundFailed(f"the coordinator did not say what stage {stage} averages: tied parameters need it")
-        holders = [x for x in self._member.record.members[stage] if x.ready]
-        mine = self._member.me.key
+        holders = [x for x in self._committed.record.members[stage] if x.ready]
+        mine = self._context.me.key
         holders.sort(key=lambda x: (x.key < mine, x.key))  # members of one stage ask different ones first
         reasons = []
-        candidates = Candidates(self._link.presence, holders)
+        candidates = Candidates(self._context.link.presence, holders)
         while (holder := await candidates.next()) is not None:
             try:
                 return await self._fetch_from(holder, message, state, wanted, stage)
@@ -91,7 +83,7 @@ class TiedSums:
         self, holder: m.Member, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int
     ) -> torch.Tensor:
         total = wanted.end - wanted.start
-        flat = torch.empty(total, dtype=self._member.compute.master_dtype)
+        flat = torch.empty(total, dtype=self._context.compute.master_dtype)
         for offset in range(0, total, CHUNK_ELEMENTS):
             request = m.FetchTied(
                 run=message.run,
@@ -102,8 +94,8 @@ class TiedSums:
                 offset=offset,
                 length=CHUNK_ELEMENTS,
             )
-            reply, frame = await self._link.ask(
-                holder, request, m.SumCopy, stall_s=self._member.config.timing.stall_s, progress=state.from_others
+            reply, frame = await self._context.link.ask(
+                holder, request, m.SumCopy, stall_s=self._context.config.timing.stall_s, progress=state.from_others
             )
             part = decode_tensor(*frame.only_tensor())
             if part.dtype != flat.dtype or reply.total != total or part.shape != flat[offset : offset + CHUNK_ELEMENTS].shape:
@@ -115,7 +107,7 @@ class TiedSums:
         return flat
 
     async def _on_fetch(self, message: m.FetchTied, frame: Frame, progress: Progress) -> Frame:
-        self._member.require_stage(message.stage)
+        self._context.require_stage(message.stage)
         state = self._member.step_state(message.step)
         sums = await self._own_sums(message, state, progress)
         total = sums.get(message.name)
@@ -125,24 +117,24 @@ class TiedSums:
         return Frame(m.SumCopy(total=total.numel(), tensors=(spec,)), (buffer,))
 
     async def _own_sums(self, message: m.FetchTied, state: StepState, progress: Progress) -> dict[str, torch.Tensor]:
-        """Once this stage's own all-reduce of the attempt has ended here; the caller waits while that advances."""
+        """Return them once this stage's own all-reduce of the attempt has ended here; the caller waits while that advances."""
         ledger = state.accumulator.ledger
         followed: Round | None = None
-        while state.own_sums is None or state.own_sums.attempt.order != message.attempt.order:
+        while (sums := state.own_sums(message.attempt)) is None:
             round_ = state.round if state.round is not None and state.round.attempt.order == message.attempt.order else None
             told = ledger.state == "averaging" or (ledger.state == "frozen" and round_ is None)
             if ledger.attempt.order != message.attempt.order or not told:
                 raise Refuse("wrong_state", f"ledger is {ledger.state} at {ledger.attempt.order}")
             if round_ is not None and round_ is not followed:
                 state.follow(progress, round_)
-                progress.follow(lambda: self._member.background.finished)
+                progress.follow(lambda: self._context.background.finished)
                 followed = round_
             state.changed.clear()
             try:
-                timing = self._member.config.timing
+                timing = self._context.config.timing
                 async with asyncio.timeout(timing.request_s if round_ is None else timing.average_s):
                     await state.changed.wait()
             except TimeoutError:
                 waited_for = "told to start the round" if round_ is None else "done with the round"
                 raise Refuse("wrong_state", f"this member was not {waited_for}") from None
-        return state.own_sums.parts
+        return sums

@@ -1,4 +1,4 @@
-"""Evaluation by a trainer: the mean loss over the held-out samples at one head. Must not know tickets' leases."""
+"""Evaluation by a trainer: the mean loss over the held-out samples at one version. Must not know tickets' leases."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-#: Tries for a batch before the evaluation is given up.
-MAX_TRIES = 20
+#: A batch is sent so often before the evaluation is given up.
+MAX_ATTEMPTS = 20
 
 
 class Evaluator:
-    """One trainer's."""
+    """Evaluates for one trainer."""
 
     def __init__(self, link: Link, route_trips: RouteTrips, feed: FeedLike) -> None:
         self._link = link
@@ -27,13 +27,13 @@ class Evaluator:
         self._feed = feed
 
     async def evaluate(self, record: m.CommitRecord) -> Evaluation | None:
-        """At `record.version_id`; tells the members, which keep their best checkpoint. None if it failed or there is no data."""
+        """Evaluate at `record.version_id` and tell the members, which keep their best checkpoint. None if that failed."""
         limit = asyncio.Semaphore(2 * self._link.context.config.num_stages)
 
         async def one(number: int, batch: BatchLike) -> tuple[float, int]:
             tensors, buffers = payload_of(batch)
             async with limit:
-                for attempt in range(MAX_TRIES):
+                for attempt in range(MAX_ATTEMPTS):
                     try:
                         trained = await self._route_trips.evaluate(
                             Ticket(record.step + 1, number), record.version_id, tensors, buffers
@@ -59,7 +59,7 @@ class Evaluator:
         return evaluation
 
     async def _tell_members(self, record: m.CommitRecord, evaluation: Evaluation) -> None:
-        """Whoever does not hear it keeps what it has."""
+        """Tell the result to all members; whoever does not hear it keeps what it has."""
         told = m.Evaluated(
             run=self._link.context.run, step=evaluation.step, version_id=evaluation.version_id, loss=evaluation.loss
         )

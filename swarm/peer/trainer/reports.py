@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from swarm.base.errors import SwarmError
 from swarm.base.ids import Ticket
 from swarm.wire import messages as m
 from swarm.wire.framing import Buffer
@@ -17,9 +18,12 @@ class BatchLike(Protocol):
     """Named arrays with a leading batch dimension."""
 
     @property
-    def inputs(self) -> dict[str, np.ndarray]: ...
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Arrays by name, [samples, ...], for stage 0."""
+
     @property
-    def labels(self) -> dict[str, np.ndarray]: ...
+    def labels(self) -> dict[str, np.ndarray]:
+        """Arrays by name, [samples, ...], for the last stage."""
 
 
 class FeedLike(Protocol):
@@ -27,8 +31,11 @@ class FeedLike(Protocol):
 
     data_digest: str
 
-    def batch(self, ticket: Ticket) -> BatchLike: ...
-    def eval_batches(self) -> list[Any]: ...
+    def batch(self, ticket: Ticket) -> BatchLike:
+        """Return the samples of `ticket`, always the same."""
+
+    def eval_batches(self) -> list[Any]:
+        """Return the held-out samples, as batches."""
 
 
 @dataclass
@@ -44,13 +51,14 @@ class RoundTrips:
     compute_s: float = 0.0
 
     def add(self, seconds: float, hops: Sequence[m.Hop]) -> None:
+        """Count a micro-batch that came back after `seconds`."""
         self.count += 1
         self.seconds += seconds
         self.queue_s += sum(hop.queue_s for hop in hops)
         self.compute_s += sum(hop.forward_s + hop.backward_s for hop in hops)
 
     def json_fields(self) -> dict[str, float]:
-        """Means; what is left of a round trip is transfers and everything that the swarm adds."""
+        """Return means in seconds; what is left of a round trip is transfers and everything that the swarm adds."""
         count = max(1, self.count)
         return {"round_trip_s": self.seconds / count, "queue_s": self.queue_s / count, "compute_s": self.compute_s / count}
 
@@ -72,6 +80,7 @@ class StepReport:
     goes_on: bool = False
 
     def json_line(self) -> dict[str, Any]:
+        """Return the step's line of the metrics; `step` counts from 1."""
         record = self.record
         return {
             "step": record.step + 1,
@@ -92,6 +101,25 @@ class StepReport:
         }
 
 
+class StepsFailed(SwarmError):
+    """Step after step trains nothing: weights, data or configuration are at fault, and going on helps nobody.
+
+    Args:
+        last: number of commits after the last of them.
+        num_faulty: so many in a row.
+        compression: of the run's wire.
+    """
+
+    def __init__(self, last: int, num_faulty: int, compression: str) -> None:
+        text = (
+            f"steps {last - num_faulty + 1} to {last} were skipped one after the other, because numbers in them are not "
+            "finite (NaN or infinity); the run stops: look at the weights, the data and the learning rate"
+        )
+        if compression == "fp16":
+            text += ", and at the wire: fp16 carries nothing above 65504, as bf16 and 8bit do"
+        super().__init__(text)
+
+
 @dataclass(frozen=True)
 class TicketReport:
     """What the swarm made of one ticket that can be computed again from a checkpoint."""
@@ -102,7 +130,7 @@ class TicketReport:
     trained: m.Trained
 
     def json_line(self) -> dict[str, Any]:
-        """`step` counts from 1, as in the metrics of steps."""
+        """Return the ticket's line; `step` counts from 1, as in the metrics of steps."""
         return {
             "step": self.ticket.step + 1,
             "index": self.ticket.index,
@@ -119,7 +147,7 @@ class TicketReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token on the held-out samples, at the head after `step` commits."""
+    """Mean loss in nats per token on the held-out samples, at the version after `step` commits."""
 
     step: int
     version_id: str
@@ -128,7 +156,7 @@ class Evaluation:
 
 
 def payload_of(batch: BatchLike) -> tuple[tuple[m.TensorSpec, ...], list[Buffer]]:
-    """The batch as raw tensors: inputs for stage 0, labels for the last."""
+    """Return the batch as raw tensors: inputs for stage 0, labels for the last."""
     specs: list[m.TensorSpec] = []
     buffers: list[Buffer] = []
     for role, arrays in (("input", batch.inputs), ("label", batch.labels)):

@@ -1,4 +1,4 @@
-"""One micro-batch's pass along one route, from stage 0 and back: what the trainer's wiring learns from it.
+"""Sends one micro-batch along one route, from stage 0 and back, and tells the trainer's wiring what that took.
 
 Owns the request and the reports to the wiring. Must not know leases, retries or steps.
 """
@@ -23,7 +23,7 @@ Specs = tuple[m.TensorSpec, ...]
 
 
 class RouteTrips:
-    """One trainer's."""
+    """Sends one trainer's micro-batches."""
 
     def __init__(self, link: Link, wiring: Wiring) -> None:
         self._link = link
@@ -31,7 +31,7 @@ class RouteTrips:
         self._round_trips = RoundTrips()
 
     def taken_round_trips(self) -> RoundTrips:
-        """Where the time went since this was asked last."""
+        """Return where the time went since this was asked last."""
         taken, self._round_trips = self._round_trips, RoundTrips()
         return taken
 
@@ -46,12 +46,12 @@ class RouteTrips:
         *,
         with_norms: bool = False,
     ) -> tuple[m.Trained, int]:
-        """Forward and backward.
+        """Send a micro-batch forward and backward.
 
         Args:
-            ticket, head: of the micro-batch, and of the parameters that it uses.
+            ticket, version_id: of the micro-batch, and of the parameters that it uses.
             tensors, buffers: its samples.
-            downstream: who served each stage in the last try; asked first, and brought up to date.
+            downstream: who served each stage the last time; asked first, and brought up to date.
             avoid: peers that are asked last.
             with_norms: the stages tell the norms of what they compute.
 
@@ -67,7 +67,7 @@ class RouteTrips:
         return result.trained, len(result.failed) + sum(len(hop.failed) for hop in result.trained.hops)
 
     async def evaluate(self, ticket: Ticket, version_id: str, tensors: Specs, buffers: Sequence[Buffer]) -> m.Trained:
-        """Forward only; the routers are not told how long that took.
+        """Send a batch forward only; the routers are not told how long that took.
 
         Raises:
             RemoteError: as `train`.
@@ -119,7 +119,7 @@ class RouteTrips:
                 raise RemoteError(f"all that may be tried now: {refused}") from None
             if refused.code == "no_candidate" and stage is not None and stage < len(route):
                 for candidate in route[stage]:
-                    self._link.presence.doubt(candidate, "the stage before could not use it")
+                    self._link.presence.suspect(candidate, "the stage before could not use it")
             raise
         except Refuse as refused:  # every candidate of stage 0 failed
             if refused.code == "failed_everywhere" and self.wiring.is_whole(route, 0):
@@ -136,7 +136,7 @@ class RouteTrips:
             for peer, _ in hop.failed:
                 failed(hop.stage, peer, context.config.timing.stall_s if peer in hop.stalled else 0.0)
                 for member in [x for x in route[hop.stage] if x.peer == peer]:
-                    self._link.presence.doubt(member, "the stage before could not use it")
+                    self._link.presence.suspect(member, "the stage before could not use it")
         return route, result
 
 

@@ -15,18 +15,20 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
+from swarm.peer.coordinator.candidacy import STATE
 from swarm.peer.coordinator.election import Election
-from swarm.peer.coordinator.vigil import STATE
+from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.trainer.evaluation import Evaluator
-from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, TicketReport
+from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, StepsFailed, TicketReport
 from swarm.peer.trainer.retries import TicketRetries
 from swarm.peer.trainer.route_trips import RouteTrips
 from swarm.peer.trainer.whereabouts import AWAITED, MOST_S, TOLD_AFTER_S, whereabouts
 from swarm.peer.trainer.wiring import Wiring
 from swarm.peer.waiting import USUAL_WAITS, Lasting
 from swarm.policy.in_flight import InFlightControl
+from swarm.policy.rebalance import plan_moves
 from swarm.policy.routing import StageRouter
 from swarm.wire import messages as m
 
@@ -38,16 +40,12 @@ DRAIN_S = 8.0
 
 
 def _averaged(average_s: float, new_s: float) -> float:
-    """Moving average; 0 is none yet."""
+    """Return the moving average, to which `new_s` is added; 0 is none yet."""
     return new_s if average_s == 0 else 0.9 * average_s + 0.1 * new_s
 
 
-class StepsFailed(SwarmError):
-    """Step after step trains nothing: weights, data or configuration are at fault, and going on helps nobody."""
-
-
 class Trainer:
-    """Serves `num_steps` steps (None: until the run is finished), then leaves."""
+    """Keeps the stages busy for `num_steps` steps (None: until the run is finished), then leaves."""
 
     def __init__(
         self,
@@ -57,6 +55,7 @@ class Trainer:
         num_steps: int | None = None,
         in_flight: int | None = None,
         router: type[StageRouter] = StageRouter,
+        plan: Planner = plan_moves,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
         on_waiting: Callable[[str], None] = lambda reason: None,
@@ -71,7 +70,7 @@ class Trainer:
         self._on_waiting = on_waiting
         self._tasks = Tasks()
         self.link = Link(context)
-        self.election = Election(self.link, self._tasks, rank=1)
+        self.election = Election(self.link, self._tasks, rank=1, plan=plan)
         RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
         ban_s = self.config.timing.record_ttl_s
         wiring = Wiring(self.config.num_stages, context.rng, self.link.presence, max_ban_s=ban_s, router=router)
@@ -107,22 +106,24 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
+        """Serve, join the DHT, and begin to ask for tickets."""
         await self.link.serve()
         await self.context.dht.start(self.context.bootstrap)
         self._last_commit_at = asyncio.get_running_loop().time()
         self._tasks.start(self.link.presence.keep_looking(), "looks", vital=True)
-        self._tasks.start(self.election.run(), "seat", vital=True)
+        self._tasks.start(self.election.run(), "election", vital=True)
         self._tasks.start(self._poll_loop(), "lease", vital=True)
         self._tasks.start(self._report_loop(), "report", vital=True)
         self._tasks.start(self._tell_what_is_waited_for(), "waiting", vital=True)
 
     def stop(self) -> None:
         """Hand back what is leased and end `run`."""
-        self._stopping = self.retries.stopping = True
+        self._stopping = True
+        self.retries.stop()
         self._ended.set()
 
     async def run(self) -> None:
-        """Until the run is finished, the steps are served, or `stop` was called.
+        """Train until the run is finished, the steps are served, or `stop` was called.
 
         Raises:
             StepsFailed: the newest steps trained nothing, and the next ones will not.
@@ -130,20 +131,10 @@ class Trainer:
         """
         await self._tasks.until(self._ended)
         if self._num_faulty >= MAX_FAULTY_STEPS:
-            raise StepsFailed(self._what_failed())
+            assert self.record is not None
+            raise StepsFailed(self.record.step + 1, self._num_faulty, self.config.compression)
         if self.election.coordinator is not None and self.finished:
             await asyncio.sleep(self.config.timing.coordinator_s)  # others still ask this peer whether all is done
-
-    def _what_failed(self) -> str:
-        assert self.record is not None
-        last = self.record.step + 1
-        text = (
-            f"steps {last - self._num_faulty + 1} to {last} were skipped one after the other, because numbers in them are not "
-            "finite (NaN or infinity); the run stops: look at the weights, the data and the learning rate"
-        )
-        if self.config.compression == "fp16":
-            text += ", and at the wire: fp16 carries nothing above 65504, as bf16 and 8bit do"
-        return text
 
     @property
     def _served(self) -> bool:
@@ -157,7 +148,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_S
         if self._ended.is_set():
-            self._stopping = self.retries.stopping = True
+            self.stop()
             self._reserve.clear()
             while self._running and loop.time() < until:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -187,7 +178,7 @@ class Trainer:
             member=self.context.member(),
             step=self.record.step + 1 if self.record else -1,
             version_id=self.record.version_id if self.record else "",
-            state="finished" if self.finished else STATE if self.election.vigil is not None else "training",
+            state="finished" if self.finished else STATE if self.election.candidacy is not None else "training",
             detail=detail,
             stages=self.record.members if self.record else (),
             ballot=self.election.ballot,
@@ -197,6 +188,7 @@ class Trainer:
 
     @property
     def limit(self) -> int:
+        """Micro-batches that may be in flight at once."""
         return self._fixed or self._control.limit
 
     async def _lease(self, *, want: int = 0, leaving: bool = False) -> m.Leased:
@@ -248,9 +240,8 @@ class Trainer:
                 await self._pause(error)
                 continue
             self.waiting_for = leased.waiting_for
-            self.retries.num_retries += leased.again
+            self.retries.lease(leased.again, dict(leased.avoid))
             record = self.record
-            self.retries.avoid |= {ticket: frozenset(peers) for ticket, peers in leased.avoid}
             if record is not None and not self._stopping:
                 self._reserve += [t for t in leased.tickets if t not in self._running and t not in self._reserve]
             self._start_tickets()
@@ -299,7 +290,7 @@ class Trainer:
                 self._ask_s = _averaged(self._ask_s, loop.time() - began)
 
     async def _tell_what_is_waited_for(self) -> None:
-        """While nothing commits: what the coordinator says it waits for, each time that this becomes something else.
+        """Tell, while nothing commits, what the coordinator waits for, each time that this becomes something else.
 
         What every step waits for is told once that takes long, with who is at it.
         """
@@ -321,7 +312,7 @@ class Trainer:
                 self._on_waiting(self.waiting_for)
 
     async def _hear(self) -> str:
-        """What the run waits for. Whose tickets are all stuck asks for no others: this renews them, and brings new records."""
+        """Ask what the run waits for. Who has all tickets stuck asks for no others: this renews them, and brings new records."""
         coordinator = self.election.known
         if coordinator is None:
             return "a coordinator"
@@ -331,7 +322,7 @@ class Trainer:
             return f"the coordinator at {coordinator.host}:{coordinator.port}, which does not answer"
 
     def _begin_after(self, records: list[m.CommitRecord]) -> None:
-        """What had committed before this trainer came is history: told as such, of the newest as what the run goes on from."""
+        """Report what had committed before this trainer came as history, and the newest as what the run goes on from."""
         self.record = newest = records[-1]
         self._route_trips.wiring.set_record(newest)
         self._first_step = newest.step + 1
@@ -364,10 +355,10 @@ class Trainer:
                 self._num_faulty = 0
             elif record.step >= 0:
                 now = loop.time()
-                retries, round_trips = self.retries.num_retries, self._route_trips.taken_round_trips()
+                retries, round_trips = self.retries.taken_count(), self._route_trips.taken_round_trips()
                 self._step_s = now - self._last_commit_at
                 self._on_step(StepReport(record, self._step_s, retries, round_trips))
-                self._last_commit_at, self.retries.num_retries, self._gave_up = now, 0, False
+                self._last_commit_at, self._gave_up = now, False
                 self._num_faulty = self._num_faulty + 1 if is_faulty(record) else 0
             else:
                 self._last_commit_at = loop.time()
@@ -381,7 +372,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ tickets
 
     async def _serve(self, ticket: Ticket) -> None:
-        """One leased ticket: sent again on new routes until it is back or its step has committed."""
+        """Send one leased ticket, again on new routes, until it is back or its step has committed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -397,7 +388,7 @@ class Trainer:
                 self._control.completed(loop.time(), in_flight=len(self._running))
         finally:
             self._running.pop(ticket, None)
-            self.retries.avoid.pop(ticket, None)
+            self.retries.forget(ticket)
             self._start_tickets()
             self._report.set()
             self._wake.set()

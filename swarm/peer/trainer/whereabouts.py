@@ -23,7 +23,7 @@ MAX_NAMED = 3
 
 
 async def whereabouts(link: Link, record: m.CommitRecord, awaited: str) -> str:
-    """What the peers that `record` lists are at, as they say themselves.
+    """Ask the peers that `record` lists what they are at.
 
     Args:
         awaited: what the step after `record` lacks: tickets, seals or averages.
@@ -60,7 +60,7 @@ def _in_flight(status: m.StatusReply) -> int:
 
 
 def _words(stage: _Replies) -> str:
-    """Who does what, and who is silent."""
+    """Return who does what, and who is silent."""
     told = [(x, "no answer" if status is None else str(status.detail.get("job", ""))[:100]) for x, status in stage]
     busy = [f"peer {x.peer[:8]}: {job}" for x, job in told if job]
     return "; ".join([*busy[:MAX_NAMED], *([f"{len(busy) - MAX_NAMED} more"] if len(busy) > MAX_NAMED else [])])

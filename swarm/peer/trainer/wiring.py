@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 
+from swarm.base.ids import MemberKey
 from swarm.peer.presence import Presence
 from swarm.policy.routing import MAX_CANDIDATES, StageRouter
 from swarm.wire import messages as m
 
 
 class Wiring:
-    """One trainer's routers, one for each stage."""
+    """Chooses routes for one trainer, with one router for each stage."""
 
     def __init__(
         self,
@@ -26,7 +27,7 @@ class Wiring:
     ) -> None:
         self._presence = presence
         self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
-        self._members: list[dict[tuple[str, str], m.Member]] = [{} for _ in range(num_stages)]
+        self._members: list[dict[MemberKey, m.Member]] = [{} for _ in range(num_stages)]
 
     def set_record(self, record: m.CommitRecord) -> None:
         """Take over the members of the newest record; those that are not ready are not routed to."""
@@ -38,7 +39,7 @@ class Wiring:
     def route(
         self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None, avoid: frozenset[str] = frozenset()
     ) -> m.Route | int:
-        """Candidates for every stage, or the first stage that has none at `now`.
+        """Choose candidates for every stage; else return the first stage that has none at `now`.
 
         Who may be gone is left out; where all of a stage may be, they are tried, for the stage before may reach them.
 
@@ -67,7 +68,7 @@ class Wiring:
         return stage is not None and stage < len(route) and len(route[stage]) >= min(MAX_CANDIDATES, len(self._members[stage]))
 
     def is_outdated(self, route: m.Route) -> bool:
-        """All candidates of a stage fell silent since `route` was made, and others of it did not."""
+        """Tell whether all candidates of a stage fell silent since `route` was made, and others of it did not."""
         liveness = self._presence.liveness
         return any(
             len(liveness.silent(x.key for x in candidates)) == len(candidates) and len(liveness.silent(members)) < len(members)
@@ -75,7 +76,7 @@ class Wiring:
         )
 
     async def settled(self) -> None:
-        """While all of a stage are in doubt, and some of them not looked at yet, nobody of it can be chosen."""
+        """Wait while all of a stage are suspected, and some of them not looked at yet: nobody of it can be chosen."""
         liveness = self._presence.liveness
         while any(len(liveness.silent(members)) < len(members) == len(liveness.doubted(members)) for members in self._members):
             await self._presence.look_ended()
@@ -90,7 +91,7 @@ class Wiring:
                 self._routers[hop.stage].observe(key, seconds, num_samples, reserved=reserved)
 
     def failed(self, stage: int, peer: str, *, now: float, waited_s: float, num_samples: int) -> None:
-        """`peer` could not be used: it is banned for a while."""
+        """Ban `peer` for a while: it could not be used."""
         key = next((key for key in self._members[stage] if key[0] == peer), None)
         if key is not None:
             self._routers[stage].failed(key, now=now, waited_s=waited_s, num_samples=num_samples)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm.net.transport import Progress
-from swarm.peer.stage.stage_member import StageMember
+from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.stage_peer import StagePeer
 from swarm.testing.virtual_time import VirtualTimeLoop
 from swarm.wire.messages import CommitRecord
@@ -78,20 +78,21 @@ class Invariants:
         self._look_at = 0.0
         self.ledgers_changed = False
         #: Of each member: the head of the state that it held when it had taken over a record that listed it as ready.
-        self._held: dict[StageMember, str] = {}
+        self._held: dict[CommittedState, str] = {}
 
-    def note_taken_over(self, member: StageMember, record: CommitRecord) -> None:
+    def note_taken_over(self, peer: StagePeer, record: CommitRecord) -> None:
         """A member has just taken over `record`: if it held the state that this builds on, it must hold one still.
 
         Raises:
             InvariantBroken: it let its state go, though it may have been the only one who had it.
         """
-        ready = any(x.key == member.me.key and x.ready for x in record.members[member.stage])
-        held = self._held.pop(member, "")
-        if held and record.previous_version_id == held and ready and member.queued is not None:
-            self._broken(f"stage {member.stage}: {member.me.peer[:8]} let go the state that step {record.step} builds on")
-        if ready and member.queued is None:
-            self._held[member] = member.versions.newest.version_id
+        me, committed = peer.stage_context.me, peer.committed
+        ready = any(x.key == me.key and x.ready for x in record.members[peer.stage])
+        held = self._held.pop(committed, "")
+        if held and record.previous_version_id == held and ready and not committed.has_state:
+            self._broken(f"stage {peer.stage}: {me.peer[:8]} let go the state that step {record.step} builds on")
+        if ready and committed.has_state:
+            self._held[committed] = committed.versions.newest.version_id
 
     def check(self) -> None:
         """
@@ -122,10 +123,10 @@ class Invariants:
 
     def _check_twice(self, stage: int, step: int, index: int, holders: list[StagePeer]) -> None:
         """Several live members hold one ticket: the newest book must count one of them at most."""
-        eras = {p: p.member.record.era if p.member.record is not None else 0 for p in self._simulation.stage_peers(stage)}
+        eras = {p: p.committed.record.era if p.committed.record is not None else 0 for p in self._simulation.stage_peers(stage)}
         newest = [p for p, era in eras.items() if era == max(eras.values())]  # ledgers from before a set-back count no more
         books = [p.leader._books[step] for p in newest if step in p.leader._books]
-        if any(peer.member.num_commits > step for peer in self._simulation.stage_peers()):
+        if any(peer.committed.num_commits > step for peer in self._simulation.stage_peers()):
             return  # decided: what ledgers hold of it counts no more, and its books are closed one after the other
         if not books:
             return  # the leader is gone: nobody grants, and the next one collects first
@@ -134,9 +135,13 @@ class Invariants:
         collected = max((x.attempt.order for x in ledgers), default=book.attempt.order)
         if not book.is_collected or collected > book.attempt.order:
             return  # what is left is the book of a leader that a record left out: nobody grants, as above
-        counted = [p for p in holders if p in newest and p.member.me.key in book.members and p.member.me.key not in book.excluded]
+        counted = [
+            p
+            for p in holders
+            if p in newest and p.stage_context.me.key in book.members and p.stage_context.me.key not in book.excluded
+        ]
         if len(counted) > 1:
-            names = [p.member.me.peer[:8] for p in counted]
+            names = [p.stage_context.me.peer[:8] for p in counted]
             self._broken(
                 f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none excluded at {book.attempt.order}"
             )

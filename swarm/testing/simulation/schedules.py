@@ -158,14 +158,14 @@ class Faults:
     def _expendable(self, node: Node) -> bool:
         """Another peer of its stage serves the newest state, and nothing is wrong with it."""
         assert isinstance(node.peer, StagePeer)
-        newest = max(n.peer.member.num_commits for n in self._stage_nodes())  # type: ignore[union-attr]
+        newest = max(n.peer.committed.num_commits for n in self._stage_nodes())  # type: ignore[union-attr]
         return any(
             n is not node
             and n.peer.stage == node.peer.stage
             and n.peer.membership.serving
             and not self._moves(n)  # type: ignore[union-attr]
-            and n.peer.member.up_to_date
-            and n.peer.member.num_commits == newest
+            and n.peer.committed.up_to_date
+            and n.peer.committed.num_commits == newest
             and n.name not in self.simulation.troubled  # type: ignore[union-attr]
             and _keeps_up(n.peer, node.peer)  # type: ignore[arg-type]
             for n in self._stage_nodes()
@@ -174,8 +174,8 @@ class Faults:
     def _moves(self, node: Node) -> bool:
         """A record has it go to another stage."""
         assert isinstance(node.peer, StagePeer)
-        record = node.peer.member.record
-        return record is not None and any(move.member.key == node.peer.member.me.key for move in record.moves)
+        record = node.peer.committed.record
+        return record is not None and any(move.member.key == node.peer.stage_context.me.key for move in record.moves)
 
     async def move(self, rng: random.Random, for_s: float) -> bool:
         nodes = [n for n in self._stage_nodes() if n.peer.membership.serving]  # type: ignore[union-attr]

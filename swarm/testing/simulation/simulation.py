@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -29,10 +30,11 @@ from swarm.peer.link import Link
 from swarm.peer.stage.stage_peer import Machine, StagePeer
 from swarm.peer.trainer.reports import Evaluation, StepReport, TicketReport
 from swarm.peer.trainer.trainer import Trainer
-from swarm.policy.rebalance import PlannedMove, RebalancePlan
+from swarm.policy.rebalance import PlannedMove, RebalancePlan, plan_moves
 from swarm.policy.throughput import Swarm
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.executor import InlineExecutor, Outcome, Priority, Threads
+from swarm.stage.layout import Layout
 from swarm.stage.module import Tie, ties_of
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.testing.memory_transport import MemoryNetwork, MemoryTransport
@@ -47,6 +49,20 @@ T = TypeVar("T")
 DHT_REPLICATION = 3
 
 
+class _Planner:
+    """The policy, but for one move that a test wants."""
+
+    def __init__(self) -> None:
+        self.wanted: PlannedMove | None = None
+
+    def __call__(self, swarm: Swarm, *, period_s: float, min_peers: int = 1) -> RebalancePlan:
+        wanted, self.wanted = self.wanted, None
+        if wanted is None:
+            return plan_moves(swarm, period_s=period_s, min_peers=min_peers)
+        there = any(worker.key == wanted.key and worker.stage == wanted.source for worker in swarm.workers)
+        return RebalancePlan((wanted,) if there else (), f"moved on purpose: {wanted}", 0.0, 0.0)
+
+
 @dataclass
 class Node:
     """One process of the simulation."""
@@ -56,6 +72,7 @@ class Node:
     identity: Identity
     peer: StagePeer | Trainer | Backbone
     executor: InlineExecutor | None = None
+    planner: _Planner = field(default_factory=_Planner)
     running: asyncio.Task[None] | None = None
     reports: list[StepReport] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -135,9 +152,8 @@ class _Executor(InlineExecutor):
 class _Accumulator(Accumulator):
     """Fails halfway when told to, as a real one does when memory runs out."""
 
-    def __init__(self, node: Node, step: int, peer: StagePeer) -> None:
-        compute = peer.member.compute
-        super().__init__(step, compute.layout, dtype=compute.master_dtype, device="cpu")
+    def __init__(self, node: Node, step: int, layout: Layout, *, dtype: torch.dtype, device: str) -> None:
+        super().__init__(step, layout, dtype=dtype, device=device)
         self._node = node
 
     def add_all(self, gradients: list[torch.Tensor | None], factor: float = 1.0) -> None:
@@ -250,8 +266,9 @@ class Simulation:
         def aggregator(link: Link) -> Aggregator:
             return Aggregator(link, InlineExecutor(lambda priority: 0.0005), limit_bytes=limit_bytes)
 
-        peer = Backbone(context, aggregator if aggregates else None)
-        return await self._start(Node(name, context.transport.address, context.identity, peer))
+        node = Node(name, context.transport.address, context.identity, None)  # type: ignore[arg-type]
+        node.peer = Backbone(context, aggregator if aggregates else None, plan=node.planner)
+        return await self._start(node)
 
     async def add_stage_peer(
         self, name: str, stage: int, *, memory_limit_bytes: int = 2**30, same_port: bool = False, keeps: bool = True
@@ -260,7 +277,8 @@ class Simulation:
         state_dir = self._state_dir / name if keeps and self._state_dir is not None else None
         context = self._context(name, same_port=same_port, state_dir=state_dir)
         executor = _Executor(self, self._duration(name))
-        peer = StagePeer(
+        node = Node(name, context.transport.address, context.identity, None, executor)  # type: ignore[arg-type]
+        node.peer = peer = StagePeer(
             context,
             stage=stage,
             factory=self.factory,
@@ -270,14 +288,11 @@ class Simulation:
                 storage=InlineExecutor(lambda priority: 0.0005),
             ),
             machine=Machine(memory_limit_bytes=memory_limit_bytes),
+            make_accumulator=functools.partial(_Accumulator, node),
         )
-        node = Node(name, context.transport.address, context.identity, peer, executor)
 
         def watch() -> None:
-            member = peer.member
-            member.on_commit += [self._note, lambda record: self.invariants.note_taken_over(member, record)]
-            if self.config.mode == "sync":
-                peer.member.make_accumulator = lambda step: _Accumulator(node, step, peer)  # type: ignore[method-assign]
+            peer.committed.on_commit.extend((self._note, lambda record: self.invariants.note_taken_over(peer, record)))
 
         watch()
         peer.on_move.append(watch)
@@ -295,6 +310,7 @@ class Simulation:
             feed=self.feed,
             on_step=node.reports.append,
             on_evaluation=node.evaluations.append,
+            plan=node.planner,
             **{"on_ticket": node.tickets.append, **options},  # type: ignore[arg-type]
         )
         return await self._start(node)
@@ -341,21 +357,14 @@ class Simulation:
 
     def move(self, name: str, target: int) -> bool:
         """The next record moves this stage peer, whatever the policy thinks; False if nobody coordinates."""
-        coordinators = [n.peer.election.coordinator for n in self.nodes.values() if self.coordinates(n)]  # type: ignore[union-attr]
+        coordinators = {n.peer.election.coordinator: n for n in self.nodes.values() if self.coordinates(n)}  # type: ignore[union-attr]
         if not coordinators:
             return False
         peer = self.nodes[name].peer
         assert isinstance(peer, StagePeer)
-        rebalancing = max(coordinators, key=lambda c: c.ballot).rebalancing
-        policy, wanted = rebalancing.plan, PlannedMove(peer.member.me.key, peer.stage, target)
-
-        def plan(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> RebalancePlan:
-            rebalancing.plan = policy
-            there = any(worker.key == wanted.key and worker.stage == wanted.source for worker in swarm.workers)
-            return RebalancePlan((wanted,) if there else (), f"moved on purpose: {wanted}", 0.0, 0.0)
-
-        rebalancing.plan = plan
-        rebalancing._decided_at = -1e9  # a decision is due
+        coordinator = max(coordinators, key=lambda c: c.ballot)
+        coordinators[coordinator].planner.wanted = PlannedMove(peer.stage_context.me.key, peer.stage, target)
+        coordinator.rebalancing._decided_at = -1e9  # a decision is due
         return True
 
     async def fell(self, name: str, how: str) -> None:
@@ -505,7 +514,7 @@ class Simulation:
         for node in self.nodes.values():
             peer = node.peer
             if isinstance(peer, StagePeer):
-                lines.append(f"{node.name}: {peer.membership.state} at {peer.member.num_commits}")
+                lines.append(f"{node.name}: {peer.membership.state} at {peer.committed.num_commits}")
             elif isinstance(peer, Trainer):
                 lines.append(f"{node.name}: at {peer.record.step + 1 if peer.record else None}, {len(peer._running)} in flight")
             if self.coordinates(node):
@@ -527,20 +536,20 @@ class Simulation:
 
     def _holders(self, stage: int) -> list[StagePeer]:
         """Peers of a stage that hold the state after the last step."""
-        peers = [peer for peer in self.stage_peers(stage) if peer.member.up_to_date]
-        return [peer for peer in peers if peer.member.versions.newest.num_commits == self.config.total_steps]
+        peers = [peer for peer in self.stage_peers(stage) if peer.committed.up_to_date]
+        return [peer for peer in peers if peer.committed.versions.newest.num_commits == self.config.total_steps]
 
     def parameters(self) -> torch.Tensor:
         """The whole parameter vector, from the first up-to-date peer of each stage."""
         parts = []
         for stage in range(self.config.num_stages):
-            parts.append(self._holders(stage)[0].member.versions.newest.masters)
+            parts.append(self._holders(stage)[0].committed.versions.newest.masters)
         return torch.cat(parts)
 
     def copies(self, tie: Tie) -> list[torch.Tensor]:
         """Every copy of a tied parameter, of all peers that hold the state after the last step."""
         return [
-            holder.member.compute.layout.named(holder.member.versions.newest.masters)[name]
+            holder.stage_context.compute.layout.named(holder.committed.versions.newest.masters)[name]
             for stage, name in tie.places
             for holder in self._holders(stage)
         ]
@@ -584,7 +593,7 @@ def check(simulation: Simulation, *, lineages: bool = False) -> None:
     distance = float((simulation.parameters() - plain.parameters).norm() / plain.parameters.norm())
     assert distance < 1e-8, f"same_as_one_process: parameters differ by {distance}"
     for peer in simulation.stage_peers():
-        captured = peer.member.compute._captured
+        captured = peer.stage_context.compute._captured
         if not peer.context.transport.held_bytes:  # a peer that moved may still serve one of its old stage
             kept = peer._budget.used_bytes - (captured._reserved_bytes if captured is not None else 0)
             assert kept == 0, f"bounded: stage {peer.stage} serves nothing and reserves {kept} bytes for micro-batches"
@@ -593,9 +602,9 @@ def check(simulation: Simulation, *, lineages: bool = False) -> None:
         assert all(torch.equal(first, other) for other in others), f"replicas_identical: copies of {tie.name} differ"
     for stage in range(config.num_stages):
         states = {
-            (p.member.versions.newest.version_id, p.member.state_digest)
+            (p.committed.versions.newest.version_id, p.committed.state_digest)
             for p in simulation.stage_peers(stage)
-            if p.membership.serving and p.member.up_to_date and p.member.state_digest
+            if p.membership.serving and p.committed.up_to_date and p.committed.state_digest
         }
         assert (
             len({digest for version_id, digest in states if version_id in simulation.version_ids[config.total_steps - 1]}) == 1

@@ -93,7 +93,7 @@ def test_case_08_a_peer_is_lost_in_each_phase_of_the_all_reduce(phase, how):
         leader, *_, last = simulation.commits[STEP - 1].members[1]
         victim = node_of(simulation, last)
         assert victim is not node_of(simulation, leader)
-        key, excluded_at = victim.peer.member.me.key, 0.0
+        key, excluded_at = victim.peer.stage_context.me.key, 0.0
 
         async def exclude():
             nonlocal excluded_at
@@ -118,7 +118,7 @@ def test_case_08_a_peer_is_lost_in_each_phase_of_the_all_reduce(phase, how):
         await simulation.finish()
         check(simulation)
         if how == "stopped":
-            newest = victim.peer.member.versions.newest.version_id
+            newest = victim.peer.committed.versions.newest.version_id
             assert newest in simulation.version_ids[max(simulation.commits)] or not victim.peer.membership.serving
         await simulation.close()
 
@@ -160,7 +160,7 @@ VALUES = [math.nan, math.inf, 1e30]
 
 def spoil_gradient(simulation, node, value):
     """Its gradient of the parameters is wrong."""
-    compute = node.peer.member.compute
+    compute = node.peer.stage_context.compute
     backward = compute.backward
 
     def spoilt(*args):
@@ -173,7 +173,7 @@ def spoil_gradient(simulation, node, value):
 
 def spoil_activation(simulation, node, value):
     """What it hands to the next stage is wrong."""
-    compute = node.peer.member.compute
+    compute = node.peer.stage_context.compute
     forward = compute.forward
 
     def spoilt(*args, **options):
@@ -187,7 +187,7 @@ def spoil_activation(simulation, node, value):
 
 def spoil_input_gradient(simulation, node, value):
     """What it hands back to the stage before is wrong; its own gradient is not."""
-    compute = node.peer.member.compute
+    compute = node.peer.stage_context.compute
     backward = compute.backward
 
     def spoilt(*args):
@@ -239,7 +239,7 @@ def test_case_11_one_peer_sends_bad_numbers(spoil, value, caplog):
         check(simulation)
         assert not any(record.skipped for record in simulation.commits.values())
         for peer in simulation.stage_peers():
-            assert bool(torch.isfinite(peer.member.versions.newest.masters).all())
+            assert bool(torch.isfinite(peer.committed.versions.newest.masters).all())
         name = bad.identity.peer_id[:8]
         assert any(name in entry.getMessage() for entry in caplog.records), f"{name} is not named in the log"
         await simulation.close()
@@ -265,7 +265,7 @@ def test_case_11_one_peer_sends_bad_state(value, caplog):
         assert len(asked) > 0, "nobody asked the bad donor"
         for joiner in joiners:
             assert joiner.peer.membership.serving
-            assert bool(torch.isfinite(joiner.peer.member.versions.newest.masters).all())
+            assert bool(torch.isfinite(joiner.peer.committed.versions.newest.masters).all())
         name = bad.identity.peer_id[:8]
         assert any(name in entry.getMessage() and "digest" in entry.getMessage() for entry in caplog.records)
         await simulation.close()
@@ -459,7 +459,8 @@ def test_fp16_halves_the_loss_scale_after_an_overflow():
         assert [simulation.commits[step].skipped for step in range(5)] == [False, True, False, False, False]
         assert scales == [2.0**14, 2.0**14, 2.0**13, 2.0**13, 2.0**13, 2.0**13]
         states = [
-            {(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(k)} for k in range(3)
+            {(p.committed.versions.newest.version_id, p.committed.state_digest) for p in simulation.stage_peers(k)}
+            for k in range(3)
         ]
         assert all(len(state) == 1 for state in states)
         losses = [simulation.commits[step].loss for step in (0, 2, 3, 4)]

@@ -55,14 +55,14 @@ async def one_stage_was_told(simulation, kill):
     coordinator = coordinator_of(simulation)
     route_trips = kind(m.Commit, step=STEP, source=coordinator, target=told)
     with HeldBack(simulation, lambda c: kind(m.Commit, step=STEP)(c) and not route_trips(c)):
-        await until(lambda: told.peer.member.num_commits == STEP + 1, "one peer was told")
+        await until(lambda: told.peer.committed.num_commits == STEP + 1, "one peer was told")
         await kill()
         others = [p for p in simulation.stage_peers() if p is not told.peer]
-        assert all(p.member.num_commits == STEP for p in others), "others were told, too"
+        assert all(p.committed.num_commits == STEP for p in others), "others were told, too"
 
 
 async def all_were_told(simulation, kill):
-    await until(lambda: all(p.member.num_commits == STEP + 1 for p in simulation.stage_peers()), "all were told")
+    await until(lambda: all(p.committed.num_commits == STEP + 1 for p in simulation.stage_peers()), "all were told")
     await kill()
 
 
@@ -120,7 +120,7 @@ def test_a_coordinator_that_hung_until_the_run_ended_hears_that_it_did():
             simulation.resume(node)
         backbone, peer = (node.peer for node in hung)
         await until(lambda: backbone._status().step == config.total_steps, "the backbone knows", within_s=60.0)
-        await until(lambda: peer.member.record.step == config.total_steps - 1, "the peer knows", within_s=60.0)
+        await until(lambda: peer.committed.record.step == config.total_steps - 1, "the peer knows", within_s=60.0)
         await simulation.close()
 
     run_checked(main())

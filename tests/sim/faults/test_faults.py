@@ -62,7 +62,7 @@ def test_routers_hear_how_long_a_peer_was_waited_for_that_hangs_far_down_the_rou
         simulation.hang(victim)
         await simulation.finish()
         check(simulation)
-        assert (1, victim.peer.member.me.peer, config.timing.stall_s) in waited
+        assert (1, victim.peer.stage_context.me.peer, config.timing.stall_s) in waited
         await simulation.close()
 
     run_virtual(main())
@@ -134,13 +134,15 @@ def test_case_05_a_peer_that_restarts_takes_its_place_again_and_leaves_no_ghost(
         await simulation.finish()
         check(simulation)
         assert node.peer.membership.serving
-        me = node.peer.member.me
+        me = node.peer.stage_context.me
         last = simulation.commits[config.total_steps - 1]
         assert [x.key for x in last.members[1] if x.peer == me.peer] == [me.key]
         assert node.peer.micro_batches.phases["accumulated"] > 0, "it is listed, and does nothing"
         for other in simulation.nodes.values():
             roster = await other.peer.context.dht.lookup(stage_key(node.peer.context.run, 1))
-            assert sorted(x.incarnation for x in roster) == sorted(p.member.me.incarnation for p in simulation.stage_peers(1))
+            assert sorted(x.incarnation for x in roster) == sorted(
+                p.stage_context.me.incarnation for p in simulation.stage_peers(1)
+            )
         await simulation.close()
 
     run_virtual(main())

@@ -15,7 +15,7 @@ from swarm.base.ids import Ballot
 from swarm.lifecycle.record import restoring_record
 from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.coordinator.lineage import Lineage
-from swarm.peer.stage import restore
+from swarm.peer.stage import saved_states
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.testing.simulation.phases import finish_from, kind
 from swarm.testing.simulation.simulation import Simulation, check
@@ -64,11 +64,11 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
         eras = {record.era for record in simulation.commits.values()}
         assert max(eras) == 1, "the run was not set back"
         peer = simulation.stage_peers(0)[0]
-        assert 0 < peer.member.discarded_steps <= 3, f"{peer.member.discarded_steps} steps were discarded"
+        assert 0 < peer.committed.discarded_steps <= 3, f"{peer.committed.discarded_steps} steps were discarded"
         await simulation.close()
 
     run_virtual(main())
-    assert "going on from an earlier head than that of step " in caplog.text
+    assert "going on from an earlier version than that of step " in caplog.text
     said = [r.getMessage() for r in caplog.records if r.name == "swarm.peer.stage.membership" and "not listed" in r.getMessage()]
     assert said == [
         "stage 1: this peer is not listed yet; the run waits for a live member of stage 1; "
@@ -335,7 +335,7 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
         )
         told = []
         for peer in second.stage_peers(1):
-            peer.on_checked = lambda steps, faults: told.append((sorted(steps), len(faults)))
+            peer.committed._saved._on_checked = lambda steps, faults: told.append((sorted(steps), len(faults)))
         await second.finish()
         assert min(r.step for r in second.commits.values()) + 1 == first
         assert sorted(told) == ([([2], 1), ([2, 4], 0)] if first == 4 else [([2], 1), ([2], 1)])
@@ -347,7 +347,7 @@ def test_a_damaged_checkpoint_is_none(tmp_path, caplog, damaged, first):
     assert len(lines) == len(set(lines)) == (1 if first == 4 else 2)
     assert all("step-00000004/parameters.safetensors is damaged" in line for line in lines)
     resumed = [record.getMessage() for record in caplog.records if record.getMessage().startswith("going on")]
-    how = "going on" if first == 4 else "going on from an earlier head than that of step 4"
+    how = "going on" if first == 4 else "going on from an earlier version than that of step 4"
     assert resumed == [f"{how}: step {first} is the newest that every stage holds"]
 
 
@@ -379,7 +379,7 @@ def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tm
     """Only one peer of stage 1 wrote the only checkpoint, and no record tells that all stages had theirs."""
     caplog.set_level(logging.INFO)
     config = small_config(total_steps=4, checkpoint_copies=1, timing={"stage_lost_s": 20.0})
-    scan = restore.scan
+    scan = saved_states.scan
 
     async def main():
         second = await resumed_where_it_ended(config, tmp_path, lambda path: False)
@@ -392,7 +392,7 @@ def test_a_run_does_not_begin_again_because_a_peer_does_not_say_what_it_holds(tm
                     raise MemoryError
                 return scan(roots, **options)
 
-            monkeypatch.setattr(restore, "scan", scan_there)
+            monkeypatch.setattr(saved_states, "scan", scan_there)
         else:
             second.lose_reply.append(kind(m.Holdings, target=second.nodes[name]))
         await asyncio.sleep(after_s)
@@ -547,7 +547,7 @@ def test_a_record_that_nobody_can_have_written_is_obeyed_by_nobody(tmp_path, lie
         await second.close()
 
     async def lied(simulation, record):
-        member = simulation.nodes["stage1.0"].peer.member.me
+        member = simulation.nodes["stage1.0"].peer.stage_context.me
         return m.Held(member=member, records=(record,), checkpoint_record=record)
 
     run_virtual(main())
@@ -598,7 +598,7 @@ def test_two_halves_of_a_partition_become_one_lineage():
         await simulation.finish()
         assert any(len(version_ids) > 1 for version_ids in simulation.version_ids.values()), "both halves should have gone on"
         check(simulation, lineages=True)
-        version_ids = {p.member.versions.newest.version_id for p in simulation.stage_peers()}
+        version_ids = {p.committed.versions.newest.version_id for p in simulation.stage_peers()}
         assert len(version_ids) == 1, f"peers ended on several heads: {version_ids}"
         await simulation.close()
 
@@ -620,7 +620,7 @@ def test_two_halves_that_both_began_the_run_follow_one_list_of_members(survives)
         async with asyncio.timeout(60.0):
             while not all(p.membership.serving for p in simulation.stage_peers()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        records = {p.member.record.ballot: p.member.record for p in simulation.stage_peers()}
+        records = {p.committed.record.ballot: p.committed.record for p in simulation.stage_peers()}
         assert len(records) == 2
         assert len({r.version_id for r in records.values()}) == 1
         remaining = survives(records).coordinator
@@ -699,10 +699,10 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
         leadership.take(simulation.commits[1])
         rival = simulation.commits[3]
         if how == "has not heard":
-            late.peer.member.record = simulation.commits[2]
+            late.peer.committed.record = simulation.commits[2]
         with pytest.raises(Demoted, match="a record of step 3"):
             await Lineage(leadership).settle(rival)
-        assert how == "is cut off" or late.peer.member.record.step >= rival.step, "it was not told"
+        assert how == "is cut off" or late.peer.committed.record.step >= rival.step, "it was not told"
         simulation.rejoin(late)
         await simulation.finish()
         check(simulation)

@@ -19,6 +19,7 @@ from swarm.lifecycle.step import STEP, Ledger
 from swarm.peer.coordinator import election as election
 from swarm.peer.coordinator import stage_leaders as stage_leads
 from swarm.peer.link import Link
+from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.micro_batches import MicroBatchServer
 from swarm.peer.stage.stage_member import StageMember
 from swarm.stage.accumulator import Accumulator
@@ -92,7 +93,7 @@ async def backward_after_the_seal(seed):
         await simulation.kill(leader.name)
         with HeldBack(simulation, kind(m.AllReduce, step=1, stage=1)) as average:
             call = await average.reached()
-            assert late.peer.member.me.key in {seal.member.key for seal in call.message.seals}
+            assert late.peer.stage_context.me.key in {seal.member.key for seal in call.message.seals}
             backward.release()
             await until(lambda: below.reply is not None or below.error is not None, "the late backward")
             await asyncio.sleep(0.1)
@@ -107,7 +108,7 @@ async def commit_between_forward_and_backward(seed):
     for stage in range(3):
         await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=4 * 6 * 8 + 4 * 8 + 100)
     await simulation.add_trainer("trainer0", in_flight=1)
-    versions = simulation.nodes["stage0.0"].peer.member.versions
+    versions = simulation.nodes["stage0.0"].peer.committed.versions
     with HeldBack(simulation, kind(m.Train, stage=1, step=2), limit=1) as held:
         await held.reached()
         before = versions.newest.version_id
@@ -196,14 +197,14 @@ def commit_without_coverage(patch):
 
 
 def clip_per_stage(patch):
-    advance = StageMember.advance
+    advance = CommittedState.advance
 
     async def clipped(self, record, flat, *adopt):
-        norm = math.sqrt(record.results[self.stage].sum_squares) / record.tokens
-        coefficient = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        norm = math.sqrt(record.results[self._context.stage].sum_squares) / record.tokens
+        coefficient = min(1.0, self._context.config.max_grad_norm / (norm + 1e-6))
         await advance(self, record.model_copy(update={"clip_coefficient": coefficient}), flat, *adopt)
 
-    patch.setattr(StageMember, "advance", clipped)
+    patch.setattr(CommittedState, "advance", clipped)
 
 
 def _around(patch, request, wrap):
@@ -218,9 +219,9 @@ def ignore_an_incarnation(patch):
     """A restarted peer is taken for what it was: its former self's seal has it average, with nothing in its hands."""
     init, members = StageMember.__init__, {}
 
-    def remembering(self, link, *args):
-        members[link] = self
-        init(self, link, *args)
+    def remembering(self, context, *args):
+        members[context.link] = self
+        init(self, context, *args)
 
     def as_before(handler, link):
         async def on_reduce(message, frame, progress):
@@ -237,28 +238,28 @@ def ignore_an_incarnation(patch):
 
 
 def apply_a_record_twice(patch):
-    advance = StageMember.advance
+    advance = CommittedState.advance
 
     async def twice(self, record, flat, *adopt):
         await advance(self, record, flat, *adopt)
         await advance(self, record, flat, *adopt)
 
-    patch.setattr(StageMember, "advance", twice)
+    patch.setattr(CommittedState, "advance", twice)
 
 
 def recompute_with_newer_parameters(patch):
-    init, backward = StageMember.__init__, StageCompute.backward
+    init, backward = CommittedState.__init__, StageCompute.backward
 
-    def remembering(self, *args):
-        init(self, *args)
-        self.compute.of_member = self
+    def remembering(self, context, *args, **options):
+        init(self, context, *args, **options)
+        context.compute.committed = self
 
     def newest(self, activation, output_gradients):
         if activation.outputs is None:
-            activation.version = self.of_member.versions.newest
+            activation.version = self.committed.versions.newest
         return backward(self, activation, output_gradients)
 
-    patch.setattr(StageMember, "__init__", remembering)
+    patch.setattr(CommittedState, "__init__", remembering)
     patch.setattr(StageCompute, "backward", newest)
 
 
@@ -270,19 +271,19 @@ def keep_the_ledger_of_a_discarded_accumulator(patch):
 
 
 def divide_by_micro_batches_instead_of_tokens(patch):
-    advance = StageMember.advance
+    advance = CommittedState.advance
 
     async def divided(self, record, flat, *adopt):
         await advance(self, record.model_copy(update={"tokens": record.results[0].num_tickets}), flat, *adopt)
 
-    patch.setattr(StageMember, "advance", divided)
+    patch.setattr(CommittedState, "advance", divided)
 
 
 def serve_whatever_version_is_newest(patch):
     """The head that a request names is not looked at."""
 
     async def version(self, message):
-        return self._member.versions.newest
+        return self._committed.versions.newest
 
     patch.setattr(MicroBatchServer, "_version", version)
 

@@ -62,12 +62,12 @@ def test_a_restart_with_the_same_identity_between_seal_and_average(step, victim,
             leader = node_at(simulation, call.target)
             member = next(n for n in (node_of(simulation, s.member) for s in call.message.seals) if n is not leader)
             gone = leader if victim == "leader" else member
-            old = gone.peer.member.me
+            old = gone.peer.stage_context.me
             assert old.key in {seal.member.key for seal in call.message.seals}
             await simulation.kill(gone.name)
             new = await simulation.add_stage_peer(gone.name, 1, same_port=same_port)
-            assert (new.peer.member.me.peer, new.peer.member.me.incarnation) != old.key
-            assert new.peer.member.me.peer == old.peer
+            assert (new.peer.stage_context.me.peer, new.peer.stage_context.me.incarnation) != old.key
+            assert new.peer.stage_context.me.peer == old.peer
             assert (new.address == gone.address) == same_port
             await asyncio.sleep(0.1)
         await simulation.finish()
@@ -112,9 +112,9 @@ def test_a_coordinator_that_dies_after_telling_one_stage():
         told = simulation.nodes["stage0.0"]
         others = kind(m.Commit, step=2)
         with HeldBack(simulation, lambda c: others(c) and not (c.source == coordinator.address and c.target == told.address)):
-            await until(lambda: told.peer.member.num_commits == 3, "one peer heard of the record")
+            await until(lambda: told.peer.committed.num_commits == 3, "one peer heard of the record")
             await simulation.kill(coordinator.name)
-            commits = {n.name: n.peer.member.num_commits for n in simulation.nodes.values() if n.name.startswith("stage")}
+            commits = {n.name: n.peer.committed.num_commits for n in simulation.nodes.values() if n.name.startswith("stage")}
             assert [name for name, count in commits.items() if count == 3] == [told.name]
         await simulation.finish()
         assert coordinator_of(simulation).peer.election.coordinator.ballot.counter > 1
@@ -207,14 +207,14 @@ def test_a_sole_holder_that_looks_around_as_it_learns_of_a_commit(seed):
         simulation = Simulation(small_config(total_steps=5), seed=35)
         await simulation.start(peers_per_stage=1, trainers=1)
         peer = simulation.nodes["stage1.0"].peer
-        learn, states = peer.member.learn, []
+        learn, states = peer.committed.learn, []
 
         def learn_as_it_wakes(record):
             peer.membership._poke.set()  # stands for its timer, which is due at this moment
             learn(record)
             asyncio.get_running_loop().call_soon(lambda: states.append(peer.membership.state))
 
-        peer.member.learn = learn_as_it_wakes
+        peer.committed.learn = learn_as_it_wakes
         await simulation.finish(within_s=120.0)
         assert states.count("serving") >= 4, states
         assert set(states) <= {"waiting", "serving"}, f"it served, and then {states}"
@@ -237,9 +237,9 @@ def test_who_is_left_out_keeps_its_state_until_another_is_seen_to_hold_it(steps,
         record = simulation.commits[steps - 1]
         bare, *left_out = (node_of(simulation, member).peer for member in record.members[1])
         async with asyncio.timeout(5.0):
-            while not all(peer.member.up_to_date for peer in (bare, *left_out)):  # noqa: ASYNC110
+            while not all(peer.committed.up_to_date for peer in (bare, *left_out)):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        bare.member.queued = []
+        bare.committed.let_go()
         members = (record.members[0], record.members[1][:1], record.members[2])
         coordinator = next(n.peer.election.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
         ballot = record.ballot._replace(counter=record.ballot.counter + 1)
@@ -249,7 +249,7 @@ def test_who_is_left_out_keeps_its_state_until_another_is_seen_to_hold_it(steps,
         await simulation.finish()
         await asyncio.sleep(10.0)
         assert simulation.commits[4].era == 1, "the run went on from what was kept"
-        assert all(peer.member.discarded_steps == 0 for peer in simulation.stage_peers())
+        assert all(peer.committed.discarded_steps == 0 for peer in simulation.stage_peers())
         assert all(peer.membership.serving for peer in simulation.stage_peers())
         check(simulation)
         await simulation.close()
@@ -419,7 +419,7 @@ def test_a_forward_before_and_a_backward_after_a_commit(recomputed):
             await simulation.add_stage_peer(f"stage{stage}.0", stage, memory_limit_bytes=limit)
         await simulation.add_trainer("trainer0", in_flight=1)
         node = simulation.nodes["stage0.0"]
-        versions = node.peer.member.versions
+        versions = node.peer.committed.versions
         with HeldBack(simulation, kind(m.Train, stage=1, step=2, source=node), limit=1) as held:
             below = await held.reached()
             ticket = below.message.ticket
@@ -450,7 +450,7 @@ def test_a_last_stage_whose_claims_are_late_keeps_two_graphs():
         await committed(simulation, 1)
         leader = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n.peer.member.leads())
         member = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n is not leader)
-        compute, graphs, most = member.peer.member.compute, 0, 0
+        compute, graphs, most = member.peer.stage_context.compute, 0, 0
         forward, backward = compute.forward, compute.backward
 
         def counted_forward(*args, **kwargs):

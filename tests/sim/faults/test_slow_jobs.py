@@ -100,7 +100,7 @@ def test_one_that_hangs_among_slow_ones_is_passed_by_within_three_of_its_job_tim
         longest_s = 1.2 * FORWARD_S * (2 if given_up[0][2] == "backward" else 1)
         assert 0.8 * longest_s < first_s < 3 * longest_s, f"given up {first_s:.0f} s after its job began"
         assert [error for error, *_ in given_up].count(Stalled) <= 8, "only what was in its queue by then"
-        assert blamed == {node.peer.member.me.peer}
+        assert blamed == {node.peer.stage_context.me.peer}
         assert node.peer.member.at_work.overdue().startswith("its compute thread hangs: ")
         simulation.unhang(node)
         await simulation.close()
@@ -182,7 +182,7 @@ def test_who_waits_long_reads_why():
         read = []
         await simulation.add_trainer("trainer0", on_waiting=read.append)
         await after_steps(simulation, 1, within_s=3600.0)
-        peers = [simulation.nodes[f"stage{stage}.0"].peer.member.me.peer[:8] for stage in range(2)]
+        peers = [simulation.nodes[f"stage{stage}.0"].peer.stage_context.me.peer[:8] for stage in range(2)]
         assert read[0].startswith(f"tickets of step 1: 2 at stage 0 (peer {peers[0]}: forward for ")
         assert read[0].endswith(" s, no such job has ended yet)")
         assert any(f"(peer {peers[1]}: backward for " in text for text in read)

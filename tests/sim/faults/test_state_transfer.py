@@ -12,7 +12,7 @@ import pytest
 
 from swarm.peer.link import Refuse, RefusedBy
 from swarm.peer.stage import state_transfer
-from swarm.peer.stage.restore import RestorePoints
+from swarm.peer.stage.saved_states import SavedStates
 from swarm.peer.stage.state_transfer import StateDonor
 from swarm.testing.simulation.phases import until
 from swarm.testing.simulation.simulation import Simulation, check
@@ -35,7 +35,7 @@ def served(monkeypatch):
 
     async def counting(self, message, frame, progress):
         reply = await plain(self, message, frame, progress)
-        counts[self._member.me.port] += 1
+        counts[self._context.me.port] += 1
         return reply
 
     monkeypatch.setattr(StateDonor, "_on_range", counting)
@@ -85,7 +85,8 @@ def test_no_ticket_waits_for_a_newcomer_that_copies_an_average():
         await after_steps(simulation, 3)
         node = await simulation.add_stage_peer("stage1.3", 1)
         server, loop = node.peer.micro_batches, asyncio.get_running_loop()
-        plain_copy, plain_version, waits, copying = node.peer.member.copy_sum, server._version, [], []
+        copies = node.peer.committed._sums
+        plain_copy, plain_version, waits, copying = copies._copy, server._version, [], []
 
         async def slow_copy(holder, step, digest):
             await asyncio.sleep(0.8)
@@ -93,13 +94,13 @@ def test_no_ticket_waits_for_a_newcomer_that_copies_an_average():
 
         async def timed(message):
             began = loop.time()
-            copying.append(node.peer.member.is_copying)
+            copying.append(node.peer.committed.is_copying)
             try:
                 return await plain_version(message)
             finally:
                 waits.append(loop.time() - began)
 
-        node.peer.member.copy_sum, server._version = slow_copy, timed
+        copies._copy, server._version = slow_copy, timed
         await simulation.finish()
         check(simulation)
         assert server.phases["accumulated"], "it never served"
@@ -179,14 +180,14 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
         donor, unknown_node = simulation.nodes["stage1.0"], simulation.nodes["stage0.0"]
         link, run = unknown_node.peer.link, unknown_node.peer.context.run
         offer = m.StateOffer(run=run, stage=1, reader="00" * 8)
-        manifest, _ = await link.ask(donor.peer.member.me, offer, m.StateManifest)
+        manifest, _ = await link.ask(donor.peer.stage_context.me, offer, m.StateManifest)
 
         async def hold() -> None:
             ask = m.StateRange(
                 run=run, stage=1, version_id=manifest.record.version_id, name="masters", offset=0, length=1, reader="00" * 8
             )
             while True:
-                await link.ask(donor.peer.member.me, ask, m.StateChunk)
+                await link.ask(donor.peer.stage_context.me, ask, m.StateChunk)
                 await asyncio.sleep(1.0)
 
         holding = asyncio.ensure_future(hold())
@@ -206,14 +207,14 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
 def test_a_restart_warns_of_no_download_that_has_to_wait_for_a_moment(tmp_path, caplog, monkeypatch):
     """Who has lost its directory asks those that still read the checkpoint from theirs, and is answered once they have."""
     config = small_config(total_steps=8, checkpoint_every=2)
-    plain = RestorePoints.load
+    plain = SavedStates.load
 
     async def slow(self, record):
         state = await plain(self, record)
         await asyncio.sleep(1.0 if record.step >= 0 and state is not None else 0.0)
         return state
 
-    monkeypatch.setattr(RestorePoints, "load", slow)
+    monkeypatch.setattr(SavedStates, "load", slow)
     caplog.set_level(logging.DEBUG, "swarm.peer.stage.membership")
 
     async def main():

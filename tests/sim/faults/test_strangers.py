@@ -197,7 +197,7 @@ def test_one_that_refuses_while_the_others_may_not_be_tried_ends_nothing():
         odd.link._handlers[m.Train] = refuse
         router = simulation.nodes["trainer0"].peer._route_trips.wiring._routers[1]
         for peer in router._peers.values():
-            if peer.key == other.member.me.key:
+            if peer.key == other.stage_context.me.key:
                 peer.banned_until = asyncio.get_running_loop().time() + 20.0
         await simulation.finish()
         check(simulation)

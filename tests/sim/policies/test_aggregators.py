@@ -104,7 +104,7 @@ class Swarm:
                 assert [r.num_tickets for r in record.results] == [self.config.tickets_per_step] * self.config.num_stages
         assert all(len(version_ids) == 1 for version_ids in simulation.version_ids.values())
         for stage in range(self.config.num_stages):
-            digests = {peer.member.state_digest for peer in simulation.stage_peers(stage) if peer.membership.serving}
+            digests = {peer.committed.state_digest for peer in simulation.stage_peers(stage) if peer.membership.serving}
             assert len(digests) == 1, "replicas_identical"
         await simulation.close()
 

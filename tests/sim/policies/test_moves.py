@@ -73,11 +73,11 @@ def test_what_a_peer_has_counted_moves_with_it():
         await start(simulation, [2, 1, 1])
         await committed(simulation, 10)
         node = simulation.nodes["stage0.1"]
-        before = node.peer.member
+        before = node.peer.moved.average_sent
         simulation.move("stage0.1", 2)
         await simulation.finish()
         assert node.peer.stage == 2
-        assert node.peer.member.average_bytes_sent >= before.average_bytes_sent > 0
+        assert node.peer.moved.average_sent >= before > 0
         await simulation.close()
 
     run_checked(main())
@@ -174,7 +174,7 @@ def test_a_mover_keeps_its_old_state_until_it_sees_a_live_member_there():
         await until(lambda: mover.peer.membership.state == "moving", "the mover was handed over")
         before = max(simulation.commits)
         assert mover.peer.stage == 0
-        assert mover.peer.member.versions.newest.num_commits > 0, "it still holds what it held"
+        assert mover.peer.committed.versions.newest.num_commits > 0, "it still holds what it held"
         await until(lambda: mover.peer.stage == 1, "a later record shows that the stage went on")
         assert max(simulation.commits) > before - 1
         simulation.network.heal(mover.address, other.address)
@@ -212,13 +212,13 @@ def test_rebalancing_that_finds_the_same_stage_best_reloads_nothing():
         await start(simulation, [2, 2, 2])
         await committed(simulation, 1)
         peer = simulation.nodes["stage1.0"].peer
-        compute = peer.member.compute
+        compute = peer.stage_context.compute
         simulation.move("stage1.0", 1)
         await committed(simulation, 5)
         await peer._move(1)
         await simulation.finish()
         assert not any(record.moves for record in simulation.commits.values())
-        assert peer.member.compute is compute
+        assert peer.stage_context.compute is compute
         assert not loads.calls, "a state was asked for"
         assert counts(simulation.commits[11]) == [2, 2, 2]
         check(simulation)

@@ -34,7 +34,7 @@ def holds_the_newest(simulation: Simulation, stage: int, node: Node) -> bool:
     """Whether the stage would live on with this peer alone."""
     newest, peer = simulation.commits[max(simulation.commits)], node.peer
     listed = any(x.peer == peer.context.peer and x.ready for x in newest.members[stage])
-    return listed and peer.membership.serving and peer.member.versions.newest.version_id == newest.version_id
+    return listed and peer.membership.serving and peer.committed.versions.newest.version_id == newest.version_id
 
 
 @pytest.mark.parametrize("frozen", [(), ("layer1.weight", "layer0.bias")], ids=["all trained", "some frozen"])
@@ -54,8 +54,8 @@ def test_a_newcomer_without_the_files_takes_the_state_and_serves_alone(frozen: t
                 async with asyncio.timeout(60.0):
                     while not holds_the_newest(simulation, stage, node):  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
-                old = simulation.nodes[f"stage{stage}.0"].peer.member.compute.frozen
-                new = node.peer.member.compute.frozen
+                old = simulation.nodes[f"stage{stage}.0"].peer.stage_context.compute.frozen
+                new = node.peer.stage_context.compute.frozen
                 assert old.keys() == new.keys()
                 assert len(old) == sum(name.startswith(f"layer{stage}.") for name in frozen)
                 assert all(torch.equal(old[name], new[name]) for name in old)

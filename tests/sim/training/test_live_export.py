@@ -42,11 +42,11 @@ def test_a_live_run_gives_all_stages_of_one_version_and_goes_on() -> None:
         for peer in simulation.stage_peers():
 
             def note(record, peer=peer):
-                newest = peer.member.versions.newest
+                newest = peer.committed.versions.newest
                 masters[peer.stage, newest.version_id] = newest.masters
 
             note(None)
-            peer.member.on_commit.append(note)
+            peer.committed.on_commit.append(note)
         await simulation.began()
         transport = visitor(simulation)
         version_ids = []
@@ -116,4 +116,4 @@ def test_what_a_live_run_cannot_give_is_named() -> None:
 
     early, late = run_virtual(main())
     assert early == "the run has not begun: there is nothing to export yet"
-    assert late.startswith("the stages did not offer one head within 5 s; stage 1: ")
+    assert late.startswith("the stages did not offer one version within 5 s; stage 1: ")

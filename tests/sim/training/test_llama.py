@@ -98,7 +98,7 @@ def test_same_as_one_process_for_a_llama_on_real_text(precision, tolerance):
         found = {}
         for stage in range(config.num_stages):
             peer = simulation.stage_peers(stage)[0]
-            found |= peer.member.compute.layout.named(peer.member.versions.newest.masters)
+            found |= peer.stage_context.compute.layout.named(peer.committed.versions.newest.masters)
         served = [p.micro_batches.phases["accumulated"] for p in simulation.stage_peers()]
         result = simulation.records(), found
         await simulation.close()

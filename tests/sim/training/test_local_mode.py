@@ -143,7 +143,7 @@ def test_a_peer_that_dies_takes_what_it_had_not_sent_with_it_and_the_run_goes_on
         await simulation.start(peers_per_stage=3, trainers=1)
         while max(simulation.commits, default=-1) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        assert simulation.nodes["stage1.1"].peer.member.compressor.residual is not None
+        assert simulation.nodes["stage1.1"].peer.stage_context.compressor.residual is not None
         await simulation.kill("stage1.1")
         await simulation.add_stage_peer("stage1.3", 1)
         await simulation.finish()

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.base.ids import Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS
-from swarm.peer.trainer.trainer import StepsFailed
+from swarm.peer.trainer.reports import StepsFailed
 from swarm.testing.simulation.phases import until
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFeed, one_process, small_config
@@ -95,7 +95,7 @@ WIRE = {"precision": "fp32", "compression": "fp16"}
 def enlarge(simulation, is_large):
     """What the peers of stage 1 hand on of such tickets is finite, but not in fp16."""
     for peer in simulation.stage_peers(1):
-        compute = peer.member.compute
+        compute = peer.stage_context.compute
 
         def forward(version, ticket, *args, original=compute.forward, **options):
             activation = original(version, ticket, *args, **options)

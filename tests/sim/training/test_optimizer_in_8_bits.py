@@ -12,7 +12,7 @@ from swarm.testing.virtual_time import run_virtual
 
 
 def digests(simulation, stage):
-    return {(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(stage)}
+    return {(p.committed.versions.newest.version_id, p.committed.state_digest) for p in simulation.stage_peers(stage)}
 
 
 def test_replicas_identical_with_a_newcomer_that_took_codes_over():
@@ -25,9 +25,8 @@ def test_replicas_identical_with_a_newcomer_that_took_codes_over():
         newcomer = await simulation.add_stage_peer("stage1.2", 1)
         await simulation.finish()
         assert newcomer.peer.membership.serving
-        member = newcomer.peer.member
-        assert member.state_bytes_received > 0, "it had nothing to take over"
-        assert {name: tensor.dtype for name, tensor in member.versions.optimizer.tensors.items()} == {
+        assert newcomer.peer.moved.state_received > 0, "it had nothing to take over"
+        assert {name: tensor.dtype for name, tensor in newcomer.peer.committed.versions.optimizer.tensors.items()} == {
             "first": torch.uint8,
             "first_scales": torch.float32,
             "second": torch.uint8,
@@ -82,10 +81,10 @@ def test_in_a_local_run_the_inner_moments_are_in_8_bits_and_what_is_shared_stays
         await simulation.finish()
         for stage in range(config.num_stages):
             assert len(digests(simulation, stage)) == 1, f"replicas of stage {stage} differ"
-            members = [peer.member for peer in simulation.stage_peers(stage)]
-            own = [member.own.inner for member in members if member.own.inner is not None]
+            peers = simulation.stage_peers(stage)
+            own = [peer.member.steps.own.inner for peer in peers if peer.member.steps.own.inner is not None]
             assert {state.tensors["first"].dtype for state in own} == {torch.uint8}
-            assert {member.versions.optimizer.tensors["first"].dtype for member in members} == {torch.float32}
+            assert {peer.committed.versions.optimizer.tensors["first"].dtype for peer in peers} == {torch.float32}
         losses = simulation.records()
         await simulation.close()
         return losses

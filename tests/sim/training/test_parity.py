@@ -17,7 +17,7 @@ def run_swarm(config, *, seed=0, **start):
         await simulation.finish()
         losses, parameters = simulation.records(), simulation.parameters()
         replicas = [
-            [(p.member.versions.newest.version_id, p.member.state_digest) for p in simulation.stage_peers(stage)]
+            [(p.committed.versions.newest.version_id, p.committed.state_digest) for p in simulation.stage_peers(stage)]
             for stage in range(config.num_stages)
         ]
         await simulation.close()

@@ -33,8 +33,8 @@ def run(config, state_dir, *, alter=None):
             for index in range(PEERS):
                 node = await simulation.add_stage_peer(f"stage-{stage}-{index}", stage)
                 if alter is not None and (stage, index) == (1, 0):
-                    member = node.peer.member
-                    member.on_commit.append(lambda record, m=member: alter(m) if record.step + 1 == 4 else None)
+                    held = node.peer.committed
+                    held.on_commit.append(lambda record, held=held: alter(held) if record.step + 1 == 4 else None)
         files = TicketFiles(state_dir / "trainer-0", config)
         trainer = await simulation.add_trainer("trainer-0", on_ticket=files.append)
         await until(lambda: trainer.peer.finished, "the run is over")
@@ -74,8 +74,8 @@ def test_what_the_swarm_computed_is_computed_again(healthy, step, capsys):
 def test_a_peer_whose_weights_were_altered_is_named(tmp_path, capsys):
     """A few numbers of what it computes with; what it shares and what others compare is as it should be."""
 
-    def alter(member):
-        parameters = member.versions.newest.parameters
+    def alter(held):
+        parameters = held.versions.newest.parameters
         name = next(name for name in parameters if name.endswith("o_proj.weight"))
         parameters[name] = torch.where(parameters[name].abs() > 0.2, 8.0, 1.0).mul(parameters[name]).detach().requires_grad_()
 

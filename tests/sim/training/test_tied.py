@@ -44,17 +44,18 @@ def test_tied_copies_are_bit_equal_over_20_steps_and_losses_those_of_one_process
         simulation = Simulation(config, seed=1, factory=factory, feed=feed, state_dir=tmp_path)
         await simulation.start(peers_per_stage=2, trainers=1)
         for stage, name in factory.ties[0].places:
-            member = simulation.stage_peers(stage)[0].member
+            peer = simulation.stage_peers(stage)[0]
 
-            def note(record, member=member, name=name):
-                copies.append((record.step, member.compute.layout.named(member.versions.newest.masters)[name]))
+            def note(record, peer=peer, name=name):
+                named = peer.stage_context.compute.layout.named(peer.committed.versions.newest.masters)
+                copies.append((record.step, named[name]))
 
-            member.on_commit.append(note)
+            peer.committed.on_commit.append(note)
         await simulation.finish()
         found = {}
         for stage in range(config.num_stages):
-            member = simulation.stage_peers(stage)[0].member
-            found |= member.compute.layout.named(member.versions.newest.masters)
+            peer = simulation.stage_peers(stage)[0]
+            found |= peer.stage_context.compute.layout.named(peer.committed.versions.newest.masters)
         norms = [simulation.commits[step].grad_norm for step in range(config.total_steps)]
         result = simulation.records(), found, simulation.copies(factory.ties[0]), norms
         await simulation.close()

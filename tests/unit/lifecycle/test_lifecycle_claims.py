@@ -115,7 +115,7 @@ class ClaimsAgainstTwin(RuleBasedStateMachine):
             assert len(self.twin.holders(index)) <= 1
 
     @invariant()
-    def the_same_members_are_struck(self) -> None:
+    def the_same_members_are_excluded(self) -> None:
         assert {key[0] for key in self.book.excluded} == self.twin.excluded
 
 

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.base.ids import Ballot
-from swarm.peer.coordinator.leadership import Key, Rosters
+from swarm.base.ids import Ballot, MemberKey
+from swarm.peer.coordinator.leadership import Rosters
 from swarm.peer.link import Link
 from swarm.wire import messages as m
 
@@ -25,30 +25,32 @@ LAST_AGAIN_S = 120.0
 
 
 def in_words(stages: Sequence[int]) -> str:
+    """Return what the run waits for while nobody serves `stages`."""
     names = ", ".join(map(str, stages))
     return f"a live member of stage{'s' if len(stages) > 1 else ''} {names}: without one no coordinator is elected"
 
 
 class BackOff:
-    """How long a candidate waits between candidacies that fail for one reason."""
+    """Tells how long a candidate waits between candidacies that fail for one reason."""
 
     def __init__(self) -> None:
         self._reason = ""
         self._again_s = FIRST_AGAIN_S
 
     def failed(self, reason: str = "") -> float:
-        """The most seconds to wait now; a reason that says nothing is as the one before."""
+        """Return the most seconds to wait now; an empty reason is the same as the one before."""
         if reason and reason != self._reason:
             self._reason, self._again_s = reason, FIRST_AGAIN_S
         again_s, self._again_s = self._again_s, min(LAST_AGAIN_S, 2 * self._again_s)
         return again_s
 
     def forget(self) -> None:
+        """Begin with short waits again."""
         self._reason, self._again_s = "", FIRST_AGAIN_S
 
 
-async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[Key]]:
-    """Announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
+async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[MemberKey]]:
+    """Return the announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
 
     async def ask(member: m.Member) -> m.StatusReply | None:
         try:
@@ -57,17 +59,17 @@ async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int
             return None
 
     lists = await rosters()
-    asked: dict[Key, m.Member] = {}  # one that has moved may be announced at two stages
+    asked: dict[MemberKey, m.Member] = {}  # one that has moved may be announced at two stages
     for stage in stages:
         asked |= {x.key: x for x in link.context.rng.sample(lists[stage], min(len(lists[stage]), MAX_ASKED))}
-    there: dict[int, set[Key]] = {stage: set() for stage in stages}
+    there: dict[int, set[MemberKey]] = {stage: set() for stage in stages}
     for reply in await asyncio.gather(*(ask(member) for member in asked.values())):
         if reply is not None and reply.stage in there:
             there[reply.stage].add(reply.member.key)
     return there
 
 
-class Vigil:
+class Candidacy:
     """One candidate's wait, from the election with `ballot` in which nobody answered for the stages `missing`."""
 
     def __init__(self, link: Link, ballot: Ballot, missing: Sequence[int]) -> None:
@@ -77,14 +79,15 @@ class Vigil:
         self.waiting_for = in_words(missing)
 
     async def on_lease(self, message: m.Lease) -> m.Leased:
-        """Nothing to do; held open for a while as by a coordinator that has none."""
+        """Answer a trainer: there is nothing to do. It is held open for a while, as by a coordinator that has no tickets."""
         if message.want and not message.leaving:
             await asyncio.sleep(self._coordinator_s / 3)
         return m.Leased(ballot=self.ballot, waiting_for=self.waiting_for)
 
     def on_join(self) -> m.Joining:
+        """Answer a stage peer that wants to be listed: it has to wait."""
         return m.Joining(waiting_for=self.waiting_for)
 
     def on_place(self) -> m.Placed:
-        """A newcomer is needed where nobody is."""
+        """Send a newcomer where nobody is."""
         return m.Placed(stage=self.missing[0], reason=f"stage {self.missing[0]} has nobody")

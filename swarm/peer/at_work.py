@@ -22,7 +22,7 @@ MAX_ASKED = 4
 
 
 class AtWork:
-    """One peer's.
+    """Watches the jobs of one peer's compute thread.
 
     Args:
         link: asks other peers.
@@ -41,7 +41,7 @@ class AtWork:
         self._beside: list[Running] = []
 
     def follow(self, progress: Progress, *, waits_s: float) -> None:
-        """`progress` advances with the compute thread.
+        """Have `progress` advance with the compute thread.
 
         Args:
             waits_s: how long whoever follows `progress` waits once it does not advance: the end of what a job may take is
@@ -59,7 +59,7 @@ class AtWork:
 
     @contextmanager
     def beside(self, kind: str) -> Iterator[None]:
-        """A job of which the compute thread has told a device goes on there until the block ends."""
+        """Mark a job that the compute thread gave to a device: it goes on there until the block ends."""
         now = self._executor.now()
         running = Running(kind, now, now)
         self._beside.append(running)
@@ -69,14 +69,14 @@ class AtWork:
             self._beside.remove(running)
 
     def overdue(self) -> str:
-        """What hangs in the compute thread, as it seems, in words; "" as a rule."""
+        """Return what seems to hang in the compute thread, in words; "" as a rule."""
         running = self._executor.running
         if running is None or self._executor.now() < self._until(running):
             return ""
         return f"its compute thread hangs: {self._words(running)}"
 
     def told(self) -> dict[str, str | float]:
-        """For a status: what jobs took here, and what the one under way is."""
+        """Return, for a status, what jobs took here, and which one is under way."""
         running = next(self._under_way(), None)
         return {**self._executor.times.told(), **({} if running is None else {"job": self._words(running)})}
 
@@ -91,7 +91,7 @@ class AtWork:
         return f"{running.kind} for {self._executor.now() - running.began:.3g} s, {usual}"
 
     def _until(self, running: Running) -> float:
-        """The time, on the executor's clock, from which on it hangs."""
+        """Return the time, on the executor's clock, from which on it hangs."""
         return max(running.began + self._executor.times.allowed_s(running.kind), running.ticked + self._stall_s)
 
     def _is_within(self, running: Running, waits_s: float) -> bool:
@@ -102,7 +102,7 @@ class AtWork:
         return now + waits_s < until
 
     async def _ask(self) -> None:
-        """Whoever has done such a job says what it took."""
+        """Ask other peers of the stage what such a job took."""
         for mate in list(self._mates())[:MAX_ASKED]:
             try:
                 reply, _ = await self._link.ask(mate, m.Status(), m.StatusReply)

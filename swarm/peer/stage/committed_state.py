@@ -18,7 +18,6 @@ import torch
 
 from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.local_updates import LocalAccumulator, nesterov
-from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
@@ -220,12 +219,8 @@ class CommittedState:
         after = [x for x in mine if x.key > self._context.me.key] or mine
         targets = after[:1] + list(record.members[(self._context.stage + 1) % self._context.config.num_stages][:1])
         for target in targets:
-            if target.key == self._context.me.key:
-                continue
-            try:
-                await self._context.link.ask(target, m.Commit(record=record), m.Ack)
-            except (LinkError, RemoteError):
-                continue  # it will hear of it from someone else, or notice that it is behind
+            if target.key != self._context.me.key:  # who does not take it hears of it elsewhere, or notices that it is behind
+                await self._context.link.tell(target, m.Commit(record=record))
 
     async def _take_over_all(self) -> None:
         while self._learned:

@@ -180,7 +180,7 @@ class Round:
         What a sparse code leaves out, and who is far from whom, is known for one group only, and auxiliaries help in one
         only: it holds everyone then.
         """
-        needs_all = part.code.codec == "sparse4" or part.robust is not None or self._num_auxiliaries > 0
+        needs_all = part.code.is_sparse or part.robust is not None or self._num_auxiliaries > 0
         max_group = max(2, len(self.members)) if needs_all else self._max_group
         first, count = self._num_phases, num_levels(len(self.members), max_group)
         self._num_phases += count

@@ -22,7 +22,7 @@ from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import is_finite
 from swarm.wire.compression import decode_tensor, encode_sparse, encode_tensor
 from swarm.wire.framing import Buffer
-from swarm.wire.messages import BLOCK_SIZE, Codec, Member, TensorSpec
+from swarm.wire.messages import BLOCK_SIZE, SPARSE_CODECS, Codec, Member, TensorSpec
 
 #: The largest slice travels in about so many chunks, unless they would be small: the more, the more of the way out and the
 #: way back overlap.
@@ -67,15 +67,21 @@ class Code:
 
     @property
     def is_lossy(self) -> bool:
+        """What is decoded is not what was encoded."""
         return self.codec != "raw"
 
+    @property
+    def is_sparse(self) -> bool:
+        """Elements that are not kept become 0."""
+        return self.codec in SPARSE_CODECS
+
     def _num_kept(self, num_elements: int) -> int | None:
-        return math.ceil(self.kept * num_elements) if self.codec == "sparse4" else None
+        return math.ceil(self.kept * num_elements) if self.is_sparse else None
 
     def encode(self, chunk: torch.Tensor) -> CodedChunk:
         num_kept = self._num_kept(chunk.numel())
         if num_kept is not None:
-            return encode_sparse("slice", chunk, num_kept, "state")
+            return encode_sparse("slice", chunk, self.codec, num_kept, "state")
         return encode_tensor("slice", chunk, self.codec, "state")
 
     def spec(self, num_elements: int, dtype: torch.dtype) -> TensorSpec:
@@ -215,7 +221,7 @@ class Reduction:
         self._chunk_elements = sizes
         self._window = window_of(self._num_senders, num_chunks) if len(members) > 1 else 0
         self._bounds = bounds(shares)
-        is_sparse = part.code.codec == "sparse4"
+        is_sparse = part.code.is_sparse
         self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and part.values is not None else None
         self._lost = torch.zeros(shares[me], dtype=dtype) if is_sparse else None
         self._failure: RoundFailed | None = None

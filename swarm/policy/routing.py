@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 Key = tuple[str, str]
 
@@ -35,6 +36,35 @@ class _Peer:
     def seconds_per_sample(self) -> float | None:
         """Bias-corrected exponential moving average, or None until measured."""
         return self.weighted_s / self.weight if self.weight else None
+
+
+class Router(Protocol):
+    """Chooses among the peers of one stage, for one trainer."""
+
+    def set_members(self, keys: Iterable[Key]) -> None:
+        """Take over the stage's members."""
+
+    def candidates(
+        self, num_samples: int, *, now: float, first: Key | None = None, limit: int = MAX_CANDIDATES, without: Container[Key] = ()
+    ) -> list[Key]:
+        """Peers to try with so many samples, in order, `limit` at most; the first is expected to serve them.
+
+        `first` goes in front if it may be tried, and those of `without` are left out. An empty list means that nobody of the
+        stage may be tried at `now`.
+        """
+
+    def observe(self, key: Key, seconds: float, num_samples: int, *, reserved: Key | None = None) -> None:
+        """Hear that `key` served so many samples in `seconds` of queue and compute; `reserved` was expected to."""
+
+    def failed(self, key: Key, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
+        """Hear that a peer was silent, unreachable or broken."""
+
+
+class MakeRouter(Protocol):
+    """Makes a router, such as the class `StageRouter`."""
+
+    def __call__(self, rng: random.Random, *, max_ban_s: float) -> Router:
+        """`rng` is the trainer's; a peer that failed should be left out for `max_ban_s` seconds at most."""
 
 
 class StageRouter:

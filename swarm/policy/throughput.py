@@ -15,9 +15,14 @@ from typing import Literal, NamedTuple
 Key = tuple[str, str]
 #: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
-#: By the run's optimizer: beside its state a peer holds gradient sums, averages, copies that compute, and for a moment
-#: the next state; see `stage/memory_plan.py`, which counts exactly before a stage is built.
-HELD_PER_STATE = {"adamw": 3.5, "adamw8bit": 5.0}
+#: What a peer holds beside its state and, for a moment, the next one, in units of its masters: gradient sums, averages and
+#: copies that compute; see `stage/memory_plan.py`, which counts exactly before a stage is built.
+_HELD_BESIDE = 4.5
+
+
+def held_per_state(kept_per_master: float) -> float:
+    """Memory that serving a stage takes, in units of its state, which is the masters and so much more of theirs."""
+    return 2.0 + _HELD_BESIDE / (1.0 + kept_per_master)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +34,7 @@ class StageWork:
     #: Parameters and optimizer state: what a peer downloads before it serves.
     state_bytes: int = 0
     #: What serving the stage takes of memory, in units of that.
-    held_per_state: float = HELD_PER_STATE["adamw"]
+    held_per_state: float = held_per_state(2.0)
 
     @property
     def held_bytes(self) -> int:

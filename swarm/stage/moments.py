@@ -1,11 +1,11 @@
-"""Where AdamW's two moments are and in which form: numbers or 8-bit codes, beside the parameters or in main memory.
+"""Where an optimizer's moments are and in which form: numbers or 8-bit codes, beside the parameters or in main memory.
 
 Owns the tensors that a state consists of, by name. Must not know the optimizer's arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from swarm.stage import eight_bit
 from swarm.stage.flat import empty_flat
 from swarm.stage.layout import Layout
 
+#: Vectors that an optimizer keeps, of one number for each parameter. `SECOND` is never negative, any other may be.
 FIRST, SECOND = "first", "second"
 _SCALES = "_scales"
 #: Elements that are coded at a time.
@@ -51,6 +52,7 @@ class Moments:
 
     Args:
         layout: of the parameters.
+        kept: names of the moments.
         dtype: of the masters.
         device: of the masters, which `read` gives numbers to and `write` takes them from.
         in_8_bits: codes instead of numbers; the masters are fp32 then.
@@ -58,23 +60,33 @@ class Moments:
     """
 
     def __init__(
-        self, layout: Layout, *, dtype: torch.dtype, device: str, in_8_bits: bool = False, home: str | None = None
+        self,
+        layout: Layout,
+        *,
+        kept: Sequence[str] = (FIRST, SECOND),
+        dtype: torch.dtype,
+        device: str,
+        in_8_bits: bool = False,
+        home: str | None = None,
     ) -> None:
         self.layout = layout
+        self.kept = tuple(kept)
         self.dtype = dtype
         self._device = torch.device(device)
         self._in_8_bits = in_8_bits
         self.home = torch.device(home or device)
         #: Name -> dtype, and how it is made up of parts that belong to a parameter each.
         self.entries: dict[str, tuple[torch.dtype, Layout]] = {}
-        for name in (FIRST, SECOND):
+        for name in self.kept:
             self.entries[name] = (torch.uint8 if in_8_bits else dtype, layout)
             if in_8_bits:
                 self.entries[name + _SCALES] = (torch.float32, layout.in_blocks(eight_bit.BLOCK))
 
-    def alike(self, *, in_8_bits: bool) -> Moments:
-        """Of the same parameters and in the same place."""
-        return Moments(self.layout, dtype=self.dtype, device=str(self._device), in_8_bits=in_8_bits, home=str(self.home))
+    def alike(self, *, kept: Sequence[str], in_8_bits: bool) -> Moments:
+        """Other moments of the same parameters, in the same place."""
+        return Moments(
+            self.layout, kept=kept, dtype=self.dtype, device=str(self._device), in_8_bits=in_8_bits, home=str(self.home)
+        )
 
     def zero(self) -> OptimizerState:
         """Before the first update. On a CPU it takes memory only once it is written to."""
@@ -108,12 +120,12 @@ class Moments:
                 start = end
         return sorted(ends | {self.layout.num_elements})
 
-    def of_numbers(self, first: torch.Tensor, second: torch.Tensor, num_updates: int) -> OptimizerState:
-        """A state that holds these moments [N], which lie where the masters do and have their dtype."""
+    def of_numbers(self, numbers: Mapping[str, torch.Tensor], num_updates: int) -> OptimizerState:
+        """A state that holds these moments [N], by name, which lie where the masters do and have their dtype."""
         tensors = self.empty()
         for part in self.parts(_PART_ELEMENTS):
-            self.write(tensors, FIRST, part, first[part.elements])
-            self.write(tensors, SECOND, part, second[part.elements])
+            for name in self.kept:
+                self.write(tensors, name, part, numbers[name][part.elements])
         return OptimizerState(tensors, num_updates)
 
     @property
@@ -139,8 +151,8 @@ class Moments:
         """Store numbers of a moment, which are beside the masters."""
         target = tensors[name][part.elements]
         if self._in_8_bits:
-            coded = numbers if name == FIRST else square_root(numbers, out=torch.empty_like(numbers))
-            codes, scales = eight_bit.encode(coded, signed=name == FIRST)
+            coded = square_root(numbers, out=torch.empty_like(numbers)) if name == SECOND else numbers
+            codes, scales = eight_bit.encode(coded, signed=name != SECOND)
             target.copy_(codes)
             tensors[name + _SCALES][part.blocks].copy_(scales)
         elif target.data_ptr() != numbers.data_ptr():
@@ -170,8 +182,8 @@ def square_root(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(name: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    eight_bit.decode(codes, scales, out, signed=name == FIRST)
-    return out if name == FIRST else out.mul_(out)
+    eight_bit.decode(codes, scales, out, signed=name != SECOND)
+    return out.mul_(out) if name == SECOND else out
 
 
 def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ the order of `tensors`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, TypeAdapter, model_validator
@@ -64,6 +65,21 @@ def num_scaled_bytes(num_elements: int) -> int:
     return num_elements + math.ceil(num_elements / SUB_BLOCK_SIZE) + 2 * math.ceil(num_elements / BLOCK_SIZE)
 
 
+#: Codec -> bytes of so many elements, of which a sparse code keeps so many. Raw ones are as long as their dtype says.
+CODEC_BYTES: dict[Codec, Callable[[int, int], int]] = {
+    "fp16": lambda n, kept: 2 * n,
+    "bf16": lambda n, kept: 2 * n,
+    "rotated8": lambda n, kept: num_scaled_bytes(n),
+    "scaled8": lambda n, kept: num_scaled_bytes(n),
+    "int8": lambda n, kept: n + 4 * math.ceil(n / BLOCK_SIZE),
+    "scaled16": lambda n, kept: 2 * n + 4 * math.ceil(n / BLOCK_SIZE),
+    "uniform8": lambda n, kept: n + 4 * 256 if n else 0,
+    "sparse4": lambda n, kept: math.ceil(n / 8) + math.ceil(kept / 2) + 2 * math.ceil(kept / BUCKET_SIZE),
+}
+#: Codecs that keep the largest elements only, see `sparse.py`.
+SPARSE_CODECS: frozenset[Codec] = frozenset({"sparse4"})
+
+
 class Piece(BaseModel):
     """Base of everything inside a message."""
 
@@ -89,29 +105,22 @@ class TensorSpec(Piece):
     @property
     def num_bytes(self) -> int:
         """Bytes of this tensor in the frame's body."""
-        n = self.num_elements
         if self.codec == "raw":
-            return n * DTYPE_BYTES[self.dtype]
-        if self.codec in ("rotated8", "scaled8"):
-            return num_scaled_bytes(n)
-        if self.codec == "int8":
-            return n + 4 * math.ceil(n / BLOCK_SIZE)
-        if self.codec == "scaled16":
-            return 2 * n + 4 * math.ceil(n / BLOCK_SIZE)
-        if self.codec == "uniform8":
-            return n + 4 * 256 if n else 0
-        if self.codec == "sparse4":
-            kept = self.num_kept or 0
-            return math.ceil(n / 8) + math.ceil(kept / 2) + 2 * math.ceil(kept / BUCKET_SIZE)
-        return 2 * n
+            return self.num_elements * DTYPE_BYTES[self.dtype]
+        return CODEC_BYTES[self.codec](self.num_elements, self.num_kept or 0)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Only `num_kept` elements travel."""
+        return self.codec in SPARSE_CODECS
 
     @model_validator(mode="after")
     def _floats_only(self) -> TensorSpec:
         if self.codec != "raw" and self.dtype not in ("float64", "float32", "float16", "bfloat16"):
             raise ValueError(f"codec {self.codec} is for floating tensors, not {self.dtype}")
-        if self.codec == "sparse4" and self.num_elements > MAX_SPARSE_ELEMENTS:
+        if self.is_sparse and self.num_elements > MAX_SPARSE_ELEMENTS:
             raise ValueError(f"{self.num_elements} elements are too many for a sparse code")
-        if (self.codec == "sparse4") != (self.num_kept is not None) or (self.num_kept or 0) > self.num_elements:
+        if self.is_sparse != (self.num_kept is not None) or (self.num_kept or 0) > self.num_elements:
             raise ValueError(f"{self.num_kept} of {self.num_elements} elements are kept in codec {self.codec}")
         return self
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,7 +45,9 @@ class _State:
 
 
 class PowerSgd:
-    """See `compressors/interface.py`."""
+    """Each matrix as a product of two thin ones; see `Compressor`."""
+
+    keeps_back: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
         """
@@ -78,6 +81,7 @@ class PowerSgd:
         return [factor.to(dtype) for factor in self._factors]
 
     def compress(self, contribution: Contribution) -> Compression:
+        """Sum the two thin factors of every matrix, in two exchanges."""
         flat = contribution.flat
         mine = None
         if flat is not None:
@@ -128,9 +132,11 @@ class PowerSgd:
             at += length * self._rank
 
     def adopt(self, state: _State) -> None:
+        """Keep what the committed compression left unsent."""
         self.residual, self._factors = state.residual, state.factors
 
     def forget(self) -> None:
+        """Drop what was kept back."""
         self.residual, self._factors = None, []
 
 

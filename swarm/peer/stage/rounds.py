@@ -13,7 +13,6 @@ from typing import Any
 
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
-from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, RoundFailed
 from swarm.base.errors import LinkError
 from swarm.net.transport import Progress
@@ -111,7 +110,7 @@ class Rounds:
         ledger = state.accumulator.ledger
         if not ledger.move_in(message.attempt, "reduce"):
             raise Refuse("wrong_state", "this round has been started already, or is over")
-        if not isinstance(self._context.compressor, Plain):  # what it kept back of the last step is part of this one
+        if self._context.compressor.keeps_back:  # what it kept back of the last step is part of this one
             await self._committed.caught_up(message.step, num_commits=message.step)
         contribution = state.take_contribution()
         if contribution is not None and contribution.is_cuda:

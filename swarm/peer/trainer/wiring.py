@@ -9,7 +9,7 @@ import random
 
 from swarm.base.ids import MemberKey
 from swarm.peer.presence import Presence
-from swarm.policy.routing import MAX_CANDIDATES, StageRouter
+from swarm.policy.routing import MAX_CANDIDATES, MakeRouter, StageRouter
 from swarm.wire import messages as m
 
 
@@ -17,13 +17,7 @@ class Wiring:
     """Chooses routes for one trainer, with one router for each stage."""
 
     def __init__(
-        self,
-        num_stages: int,
-        rng: random.Random,
-        presence: Presence,
-        *,
-        max_ban_s: float,
-        router: type[StageRouter] = StageRouter,
+        self, num_stages: int, rng: random.Random, presence: Presence, *, max_ban_s: float, router: MakeRouter = StageRouter
     ) -> None:
         self._presence = presence
         self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]

@@ -125,7 +125,7 @@ def test_a_state_in_8_bits_is_restored_to_the_bit(tmp_path: Path) -> None:
     layout = Layout.of(torch.nn.Linear(100, 7))
     moments, version = moments_of(layout, in_8_bits=True), version_of(20, layout=layout)
     first, second = torch.randn(layout.num_elements), torch.rand(layout.num_elements) ** 4
-    written = moments.of_numbers(first, second, 20)
+    written = moments.of_numbers({"first": first, "second": second}, 20)
     write_checkpoint(tmp_path, 0, StageState(version, written), moments, CONFIG, config_bytes=b"{}")
     (found,) = scan([tmp_path])
     state = found.state(moments, record=found.record, dtype=torch.float32, device="cpu")

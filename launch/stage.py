@@ -211,7 +211,7 @@ def _prepare(
     from launch.run.models import weights_for
     from models.registry import factory_of
     from swarm.peer.stage.stage_peer import Machine, StagePeer
-    from swarm.stage.device import compute_thread
+    from swarm.stage.devices import compute_thread
     from swarm.stage.executor import ThreadExecutor, Threads
     from swarm.stage.saved.whole_checkpoint import require_own
 

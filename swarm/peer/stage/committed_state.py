@@ -26,7 +26,7 @@ from swarm.peer.stage.saved_states import SavedStates
 from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.step_state import OpenSteps
 from swarm.peer.stage.sum_copies import SumCopies
-from swarm.stage.device import on_device
+from swarm.stage.devices import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.memory_plan import MAX_QUEUED_SUMS

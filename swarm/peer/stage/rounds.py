@@ -22,7 +22,7 @@ from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.step_state import StepState, Turns
 from swarm.peer.stage.tied_sums import TiedSums
-from swarm.stage.device import on_host
+from swarm.stage.devices import on_host
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tie
 from swarm.wire import messages as m

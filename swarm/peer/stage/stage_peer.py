@@ -28,7 +28,7 @@ from swarm.peer.stage.step_state import MakeAccumulator, OpenSteps
 from swarm.peer.stage.sum_copies import SumCopies
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import device_of
+from swarm.stage.devices import device_of
 from swarm.stage.executor import Priority, Threads
 from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.memory_plan import queued_sums

@@ -14,7 +14,8 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.device import Added, Device, DeviceTime, compute_thread, device_of, on_device, on_host
+from swarm.stage.device import Added, Device, DeviceTime
+from swarm.stage.devices import compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.gpu.kernels import Summand, add_together, survey

@@ -269,7 +269,7 @@ def _in_flight_bytes(
         ConfigError: the stage does not fit.
     """
     from launch.processes.devices import available_memory
-    from swarm.stage.compute import stage_module
+    from swarm.stage.frozen import stage_module
     from swarm.stage.memory_plan import memory_of, require_main_memory, room_in_flight
     from swarm.stage.module import Outlined
 

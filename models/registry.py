@@ -36,7 +36,7 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
         import_factory(name, field)
     factory = _made(config, source)
     if config.frozen:
-        from swarm.stage.compute import require_parameters
+        from swarm.stage.frozen import require_parameters
 
         require_parameters(factory, config.frozen)
     if config.mode == "local":

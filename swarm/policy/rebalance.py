@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.policy.throughput import Key, Swarm, Worker
+from swarm.base.ids import MemberKey
+from swarm.policy.throughput import Swarm, Worker
 
 #: A plan must raise the predicted throughput by this part, and by what noise may feign: this part of it over the root of
 #: the number of tickets that were measured at the slowest stage.
@@ -32,7 +33,7 @@ TOLERANCE = 1e-9
 class PlannedMove(NamedTuple):
     """One peer goes from stage `source` to stage `target`."""
 
-    key: Key
+    key: MemberKey
     source: int
     target: int
 
@@ -91,7 +92,7 @@ class _Search:
         self.rates = swarm.stage_rates({})
         self.moves: tuple[PlannedMove, ...] = ()
         self._used: set[tuple[int, int]] = set()
-        self._moved: set[Key] = set()
+        self._moved: set[MemberKey] = set()
         self._at: list[list[Worker]] = [[] for _ in swarm.stages]
         for worker in swarm.workers:
             self._at[worker.stage].append(worker)

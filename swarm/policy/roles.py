@@ -50,11 +50,11 @@ class RolePlan:
     steps_per_s: float
 
 
-Links = Sequence[Sequence[float]]
+Bandwidths = Sequence[Sequence[float]]
 _Rate = Callable[[Sequence[int]], float]
 
 
-def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Links | None = None) -> tuple[float, np.ndarray]:
+def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Bandwidths | None = None) -> tuple[float, np.ndarray]:
     """The linear program at given roles.
 
     Args:
@@ -117,7 +117,7 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Link
 
 
 def plan_roles(
-    candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Links | None = None
+    candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Bandwidths | None = None
 ) -> tuple[RolePlan, str]:
     """Who should compute, and what each should aggregate, for the most steps per second; and why.
 

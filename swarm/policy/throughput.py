@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Key = tuple[str, str]
+from swarm.base.ids import MemberKey
+
 #: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
 #: What a peer holds beside its state and, for a moment, the next one, in units of its masters: gradient sums, averages and
@@ -46,7 +47,7 @@ class StageWork:
 class Worker:
     """One peer as the policies see it."""
 
-    key: Key
+    key: MemberKey
     #: That it serves, or downloads the state of.
     stage: int
     #: Measured compute seconds per ticket, by the stage where they were measured.
@@ -102,7 +103,7 @@ class Swarm:
     def fits(self, worker: Worker, stage: int) -> bool:
         return worker.room_bytes is None or self.stages[stage].held_bytes <= worker.room_bytes
 
-    def stage_rates(self, assignment: Mapping[Key, int | None]) -> list[float]:
+    def stage_rates(self, assignment: Mapping[MemberKey, int | None]) -> list[float]:
         """Tickets per second of every stage. `assignment` says where a peer is instead; None: nowhere."""
         rates = [0.0] * len(self.stages)
         for worker in self.workers:
@@ -111,7 +112,7 @@ class Swarm:
                 rates[stage] += self.rate(worker, stage).tickets_per_s
         return rates
 
-    def throughput(self, assignment: Mapping[Key, int | None]) -> float:
+    def throughput(self, assignment: Mapping[MemberKey, int | None]) -> float:
         """Tickets per second of the whole swarm."""
         return min(self.stage_rates(assignment))
 

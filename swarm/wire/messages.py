@@ -166,7 +166,7 @@ class Seal(Piece):
     overflow: Indexes = ()
     tokens: Annotated[int, Field(ge=0)] = 0
     loss_sum: float = 0.0
-    #: Head of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
+    #: Name of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
     version_id: DigestField = Field(alias="head")
     state_digest: str = ""
     saved: SavedSteps = ()

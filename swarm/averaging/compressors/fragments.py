@@ -20,7 +20,7 @@ from swarm.averaging.reduction import Code, GroupVector
 
 
 @dataclass(frozen=True)
-class _State:
+class _KeptBack:
     residual: torch.Tensor | None
     carry: torch.Tensor | None
 
@@ -60,9 +60,9 @@ class Fragments:
             owed = new_carry[fragment]
             owed[slice(*result.own)] = result.lost / all_tokens
             new_carry[fragment] = owed
-        return Compressed(total, _State(residual, new_carry))
+        return Compressed(total, _KeptBack(residual, new_carry))
 
-    def adopt(self, state: _State) -> None:
+    def adopt(self, state: _KeptBack) -> None:
         """Keep what the committed compression left unsent."""
         self.residual, self.carry = state.residual, state.carry
 

@@ -39,7 +39,7 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class _State:
+class _Feedback:
     residual: torch.Tensor | None
     factors: list[torch.Tensor]
 
@@ -88,7 +88,7 @@ class PowerSgd:
             mine = flat if self.residual is None else flat + self.residual
         if len(contribution.tokens) == 1:  # nothing travels
             whole = yield GroupVector(self._num_elements, mine)
-            return Compressed(whole.total, _State(None if mine is not None else self.residual, self._factors))
+            return Compressed(whole.total, _Feedback(None if mine is not None else self.residual, self._factors))
         if mine is not None:
             right = self._first_factors(mine.dtype)
             lefts = [(x.of(mine) @ factor).view(-1) for x, factor in zip(self._matrices, right, strict=True)]
@@ -114,7 +114,7 @@ class PowerSgd:
             residual = torch.zeros_like(mine)
             for x, p, q in zip(self._matrices, left, own, strict=True):
                 x.of(residual).copy_(x.of(mine) - p @ q.T)
-        return Compressed(total, _State(residual, right))
+        return Compressed(total, _Feedback(residual, right))
 
     @property
     def _num_lefts(self) -> int:
@@ -131,7 +131,7 @@ class PowerSgd:
             yield flat[at : at + length * self._rank].view(length, self._rank)
             at += length * self._rank
 
-    def adopt(self, state: _State) -> None:
+    def adopt(self, state: _Feedback) -> None:
         """Keep what the committed compression left unsent."""
         self.residual, self._factors = state.residual, state.factors
 

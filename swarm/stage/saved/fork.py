@@ -15,8 +15,9 @@ from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import version_id_of
-from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES, stage_module
+from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
 from swarm.stage.digest import digest_of
+from swarm.stage.frozen import stage_module
 from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
 from swarm.stage.moments import Moments, OptimizerState, numbers_of

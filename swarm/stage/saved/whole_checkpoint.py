@@ -78,13 +78,13 @@ def use_complete(
                 logger.warning("%s; taking another copy", error)
         return copies[-1], use(copies[-1])
 
-    version_ids = _complete(roots, step, best)
-    for stages in version_ids[:-1]:
+    candidates = _complete(roots, step, best)
+    for stages in candidates[:-1]:
         try:
             return [of_any(copies) for copies in stages]
         except StorageError as error:
             logger.warning("%s; step %d is in no other copy; taking another checkpoint", error, stages[0][0].record.step + 1)
-    return [of_any(copies) for copies in version_ids[-1]]
+    return [of_any(copies) for copies in candidates[-1]]
 
 
 def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[list[StageCheckpoint]]]:

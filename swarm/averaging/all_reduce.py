@@ -115,6 +115,7 @@ class Round:
         return {key: what for exchange in self._exchanges.values() for key, what in exchange.blamed.items()}
 
     def index_of(self, member: Member) -> int | None:
+        """The place of `member` among the members and auxiliaries; None if it is none of them."""
         return next((i for i, known in enumerate(self.members) if known.key == member.key), None)
 
     async def reduce(self, member: Member, phase: int, number: int, part: CodedChunk | None) -> CodedChunk:

@@ -30,7 +30,7 @@ from swarm.wire.messages import Attempt
 
 @dataclass
 class OwnCopy:
-    """What a peer keeps of its own from one outer step to the next."""
+    """The state that a peer does not share, from one outer step to the next."""
 
     optimizer: Optimizer
     #: Of the copy that computes.
@@ -71,7 +71,7 @@ class LocalAccumulator(Accumulator):
         self._moved_by: set[int] = set()
 
     def version_for(self, outer: Version) -> Version:
-        """What the next ticket of this step computes with, if `outer` is what the step builds on."""
+        """The version that the next ticket of this step computes with, if the step builds on `outer`."""
         if self._outer is None or self._copy is None:
             self._outer, self._copy = outer, self._own.start(outer)
         return self._copy
@@ -79,6 +79,7 @@ class LocalAccumulator(Accumulator):
     def add(
         self, index: int, entry: LedgerEntry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
     ) -> Literal["accumulated", "overflow", "denied"]:
+        """Accumulate one ticket, see `Accumulator.add`, and update the copy if enough have come."""
         verdict = super().add(index, entry, gradients, loss_scale=loss_scale)
         if verdict == "accumulated":
             self._update_when_due()
@@ -94,6 +95,7 @@ class LocalAccumulator(Accumulator):
         loss_scale: float = 1.0,
         borrowed: bool = False,
     ) -> bool:
+        """Accumulate one ticket, see `Accumulator.add_unseen`, and update the copy if enough have come."""
         is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, borrowed=borrowed)
         if is_marked:
             self._update_when_due()
@@ -132,6 +134,7 @@ class LocalAccumulator(Accumulator):
         self._flat.zero_()
 
     def discard(self) -> None:
+        """Drop what was accumulated, and go back to the copy of the step's beginning."""
         super().discard()
         self._start_again()
 
@@ -140,6 +143,7 @@ class LocalAccumulator(Accumulator):
         self._moved_by.clear()
 
     def freeze(self, attempt: Attempt) -> None:
+        """Update the copy with what is left over, and seal the ledger."""
         self.settle()
         self._update()
         super().freeze(attempt)

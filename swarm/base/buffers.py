@@ -35,6 +35,7 @@ class Recycler:
 
     @property
     def idle_bytes(self) -> int:
+        """Bytes of memory that waits to be used again."""
         with self._lock:
             return sum(buffer.nbytes for buffer in self._idle)
 

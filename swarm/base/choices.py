@@ -14,7 +14,7 @@ from swarm.base.dotted import is_dotted
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts:
-    """What is known of an optimizer before it is made."""
+    """Facts of an optimizer that are known before it is made."""
 
     #: Memory of what it keeps from one update to the next, in units of the masters'.
     kept_per_master: float = 2.0
@@ -24,7 +24,7 @@ class OptimizerFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorFacts:
-    """What is known of a compressor of averages before it is made."""
+    """Facts of a compressor of averages that are known before it is made."""
 
     #: It keeps back what it does not send (error feedback): it sums no whole averages, and needs memory for what it keeps.
     keeps_back: bool = False
@@ -48,12 +48,12 @@ ROUNDING: dict[str, float] = {"none": 0.0, "8bit": 6.4e-3, "fp16": 2e-4, "bf16":
 
 
 def optimizer_facts(name: str) -> OptimizerFacts:
-    """Of the optimizer `name`; an owner's own is taken to keep as much as AdamW."""
+    """The facts of the optimizer `name`; an owner's own is taken to keep as much as AdamW."""
     return OPTIMIZER_FACTS.get(name) or OptimizerFacts()
 
 
 def compressor_facts(name: str) -> CompressorFacts:
-    """Of the compressor `name`; an owner's own is taken to keep something back."""
+    """The facts of the compressor `name`; an owner's own is taken to keep something back."""
     return COMPRESSOR_FACTS.get(name) or CompressorFacts(keeps_back=True)
 
 

@@ -308,6 +308,7 @@ class RunConfig(BaseModel):
 
     @property
     def tickets_per_step(self) -> int:
+        """Micro-batches of one step."""
         return self.target_batch_size // self.micro_batch_size
 
     @property
@@ -325,6 +326,7 @@ class RunConfig(BaseModel):
 
 
 def run_id_of(config_bytes: bytes) -> RunId:
+    """The id of the run with this configuration, to the byte."""
     return hashlib.sha256(b"swarm run\0" + config_bytes).hexdigest()
 
 

@@ -63,7 +63,7 @@ class Stillness:
 
 
 class Liveness:
-    """What one peer knows of others, by (peer, incarnation). Holds at most `MAX_KNOWN` suspicions, the newest."""
+    """The knowledge of one peer whether others are there. Holds at most `MAX_KNOWN` suspicions, the newest."""
 
     def __init__(self, *, max_look_s: float) -> None:
         """Know nothing of anybody; `max_look_s` is the longest time between two looks at one that is silent."""
@@ -87,7 +87,7 @@ class Liveness:
         return suspicion is not None and suspicion.is_silent
 
     def is_suspected(self, key: MemberKey) -> bool:
-        """In suspicion, or silent."""
+        """Whether it may be gone: something spoke against it, and it has not answered since."""
         return key in self._suspicions
 
     def why(self, key: MemberKey) -> str:
@@ -96,11 +96,11 @@ class Liveness:
         return suspicion.reason if suspicion is not None else ""
 
     def silent(self, keys: Iterable[MemberKey]) -> set[MemberKey]:
-        """Those of `keys` that are silent."""
+        """The silent ones of `keys`."""
         return {key for key in keys if self.is_silent(key)} if self._suspicions else set()
 
     def suspected(self, keys: Iterable[MemberKey]) -> set[MemberKey]:
-        """In suspicion, or silent."""
+        """The suspected ones of `keys`; silent ones are suspected too."""
         return {key for key in keys if key in self._suspicions} if self._suspicions else set()
 
     # ------------------------------------------------------------------------------------------------ what happens

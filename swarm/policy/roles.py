@@ -36,6 +36,7 @@ class Candidate:
     reachable: bool = True
 
     def reducer(self, computes: bool) -> Reducer:
+        """This candidate as the shares' program sees it, if it `computes` or not."""
         return Reducer(
             upload=self.upload, download=self.download, computes=computes, receives=self.holds_replica, reachable=self.reachable
         )
@@ -119,7 +120,7 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Band
 def plan_roles(
     candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Bandwidths | None = None
 ) -> tuple[RolePlan, str]:
-    """Who should compute, and what each should aggregate, for the most steps per second; and why.
+    """Choose who should compute, and what each should aggregate, for the most steps per second; and say why.
 
     Args:
         candidates: all peers of the group.

@@ -10,7 +10,7 @@ ROUTERS: dict[str, MakeRouter] = {"iwrr": StageRouter}
 
 
 def router_of(name: str) -> MakeRouter:
-    """What makes the router of each stage: one of `ROUTERS`, or the operator's own `package.module:name`, which is imported.
+    """Find what makes the router of each stage: one of `ROUTERS`, or the operator's own `package.module:name`, which is imported.
 
     Raises:
         ConfigError: there is none of that name.

@@ -193,5 +193,6 @@ class StageRouter:
         peer.banned_until = now + min(self._max_ban_s, FIRST_BAN_S * 2 ** (peer.num_failures - 1))
 
     def seconds_per_sample(self, key: MemberKey) -> float | None:
+        """The measured seconds of one sample at a peer; None if it is unknown or was not measured."""
         peer = self._peers.get(key)
         return peer.seconds_per_sample if peer else None

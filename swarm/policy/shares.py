@@ -141,7 +141,7 @@ def time_of(reducers: Sequence[Reducer], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one peer said of its link in bytes per second (None: not measured yet), and what it takes part in."""
+    """One peer's word on its link, in bytes per second (None: not measured yet), and its part in the round."""
 
     name: str
     upload: float | None
@@ -178,7 +178,7 @@ def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Redu
 def choose_auxiliaries(
     members: Sequence[Report], offers: Sequence[Report], *, most: int, before: Collection[str] = ()
 ) -> tuple[tuple[int, ...], str]:
-    """Which of the `offers` should help the members, at most so many; and why.
+    """Choose which of the `offers` should help the members, at most so many; and say why.
 
     The fastest come first, each if it makes rounds faster by `AUXILIARY_WORTH`; `before` names those of the last round. One
     that may carry more than it tells is tried if it is of any use.

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """What a part of a model costs whoever serves it: work per token (in any unit), and bytes."""
+    """The cost of a part of a model for whoever serves it: work per token (in any unit), and bytes."""
 
     work: float
     num_bytes: int
@@ -24,13 +24,14 @@ class LayerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Of a whole model. `first` comes on top at the stage with the first layer (embedding), `last` at that with the last."""
+    """The loads of a model. `first` comes on top at the stage with the first layer (embedding), `last` at that with the last."""
 
     layers: tuple[LayerLoad, ...]
     first: LayerLoad
     last: LayerLoad
 
     def of(self, span: range) -> LayerLoad:
+        """The load of a stage with the layers of `span`."""
         total = sum((self.layers[number] for number in span), LayerLoad(0.0, 0))
         total = total + self.first if span.start == 0 else total
         return total + self.last if span.stop == len(self.layers) else total

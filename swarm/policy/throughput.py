@@ -28,18 +28,18 @@ def held_per_state(kept_per_master: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What a stage asks of each of its peers."""
+    """The demands of a stage on each of its peers."""
 
     #: One ticket through a peer's link in the busier direction, in bytes; 0 if not known.
     ticket_bytes: float = 0.0
     #: Parameters and optimizer state: what a peer downloads before it serves.
     state_bytes: int = 0
-    #: What serving the stage takes of memory, in units of that.
+    #: Memory that serving the stage takes, in units of that.
     held_per_state: float = held_per_state(2.0)
 
     @property
     def held_bytes(self) -> int:
-        """What serving the stage takes of memory."""
+        """Memory that serving the stage takes."""
         return int(self.state_bytes * self.held_per_state)
 
 
@@ -101,6 +101,7 @@ class Swarm:
         return self.stages[stage].state_bytes / (worker.bandwidth or self.typical_bandwidth)
 
     def fits(self, worker: Worker, stage: int) -> bool:
+        """Whether `worker` has room for `stage`, as far as that is known."""
         return worker.room_bytes is None or self.stages[stage].held_bytes <= worker.room_bytes
 
     def stage_rates(self, assignment: Mapping[MemberKey, int | None]) -> list[float]:
@@ -117,7 +118,7 @@ class Swarm:
         return min(self.stage_rates(assignment))
 
     def bound_of(self, stage: int) -> Literal["compute", "network"]:
-        """What bounds the larger part of a stage's rate."""
+        """Say what bounds the larger part of a stage's rate."""
         rates = [self.rate(worker, stage) for worker in self.workers if worker.stage == stage]
         network = sum(rate.tickets_per_s for rate in rates if rate.bound == "network")
         return "network" if 2 * network > sum(rate.tickets_per_s for rate in rates) else "compute"

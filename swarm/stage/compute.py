@@ -39,7 +39,7 @@ _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.
 
 @dataclass
 class Activation:
-    """What a peer keeps of a micro-batch between its forward and its backward.
+    """A micro-batch at a peer, between its forward and its backward.
 
     `outputs` hold the autograd graph. Where memory demands it all tensors are dropped: the backward gets the inputs once
     more, and recomputes.
@@ -58,6 +58,7 @@ class Activation:
 
     @property
     def input_bytes(self) -> int:
+        """Bytes of the inputs."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
 
     def drop(self) -> None:
@@ -73,7 +74,7 @@ class Activation:
 
 @dataclass
 class Gradients:
-    """Of one backward: by input name, and in the layout's order for the parameters (None where unused)."""
+    """The outcome of one backward: by input name, and in the layout's order for the parameters (None where unused)."""
 
     inputs: Tensors
     parameters: list[torch.Tensor | None] = field(repr=False)

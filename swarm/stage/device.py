@@ -55,20 +55,21 @@ class Outgoing(Transfer):
 
 @dataclass(frozen=True)
 class KnownNumbers:
-    """Of a device that computes at once."""
+    """The numbers of a ticket on a device that computes at once."""
 
     entry: LedgerEntry
     is_finite: bool
 
     def is_known(self) -> bool:
+        """True."""
         return True
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Added(Transfer):
-    """What became of one ticket at the accumulator."""
+    """The fate of one ticket at the accumulator."""
 
     def __init__(self, *, marked: bool, numbers: Numbers, norm: torch.Tensor | None) -> None:
         self._marked = marked
@@ -77,14 +78,17 @@ class Added(Transfer):
         self.norm = norm
 
     def wait(self) -> None:
+        """Block this thread until the ticket's numbers are there."""
         self._numbers.wait()
 
     @property
     def entry(self) -> LedgerEntry:
+        """Tokens and loss of the ticket."""
         return self._numbers.entry
 
     @property
     def verdict(self) -> Literal["accumulated", "overflow", "denied"]:
+        """The fate of the ticket: its claim was `denied`, its gradients are an `overflow`, or they are `accumulated`."""
         if not self._marked:
             return "denied"
         return "accumulated" if self._numbers.is_finite else "overflow"
@@ -98,13 +102,13 @@ class HostNumbers(Transfer):
 
 
 class Device(abc.ABC):
-    """Where a stage computes. A job of its compute thread calls `begin`, `receive`, `send`, `add`, `tell`, `end`."""
+    """A device that a stage computes on. A job of its compute thread calls `begin`, `receive`, `send`, `add`, `tell`, `end`."""
 
     #: Gives the transport memory to receive into; None where any will do.
     allocate: Allocate | None = None
 
     def memory_peaks(self) -> dict[str, int]:
-        """For an operator: the most bytes that tensors had, and that this process held for them; empty where untold."""
+        """The most bytes that tensors had, and that this process held for them, for an operator; empty where untold."""
         return {}
 
     @abc.abstractmethod
@@ -169,7 +173,7 @@ _OPTIONS = {codec: option for option, codec in CODECS.items()}
 
 
 def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
-    """What travels of a tensor with finite values that `codec` cannot hold: NaN, which makes an overflow of its ticket."""
+    """Code a tensor with finite values that `codec` cannot hold: as NaN, which makes an overflow of its ticket."""
     logger.warning(
         "%s has values up to %.3g, which the wire (--compression %s) does not carry: their ticket counts as an overflow",
         name,
@@ -180,7 +184,7 @@ def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tu
 
 
 def coded(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
-    """What travels of a tensor, which is waited for."""
+    """Code a tensor, which is waited for: raw if it is not finite."""
     try:
         return encode_tensor(name, tensor, codec if all_finite(tensor) else "raw", role)
     except NonFinite:
@@ -188,7 +192,7 @@ def coded(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tu
 
 
 def kind_of(name: str) -> str:
-    """What kind of device `cpu` or `cuda:N` is to whoever compares numbers: its type, and whether this process has it keep
+    """The kind of device that `cpu` or `cuda:N` is to whoever compares numbers: its type, and whether this process has it keep
     ten bits of the factors of fp32 products (TF32)."""
     return torch.device(name).type + ("" if torch.get_float32_matmul_precision() == "highest" else "-tf32")
 

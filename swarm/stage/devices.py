@@ -36,9 +36,11 @@ class HostDevice(Device):
         """Do nothing: a job is timed by its thread."""
 
     def end(self) -> DeviceTime:
+        """Return a transfer that is complete."""
         return DeviceTime()
 
     def receive(self, frame: Frame, role: str) -> Tensors:
+        """Decode the frame's tensors of one role."""
         return {
             spec.name: tamed(decode_tensor(spec, buffer))
             for spec, buffer in zip(frame.message.tensors, frame.buffers, strict=True)
@@ -46,6 +48,7 @@ class HostDevice(Device):
         }
 
     def send(self, tensors: Tensors, codec: Codec, role: TensorRole) -> Outgoing:
+        """Encode tensors."""
         return Outgoing([coded(name, tensor, codec, role) for name, tensor in tensors.items()])
 
     def add(
@@ -59,6 +62,7 @@ class HostDevice(Device):
         with_norm: bool,
         borrowed: bool = False,
     ) -> Added:
+        """Accumulate one ticket."""
         norm = norm_of(gradients) if with_norm else None
         if not isinstance(entry, LedgerEntry):
             entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
@@ -66,6 +70,7 @@ class HostDevice(Device):
         return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"), norm=norm)
 
     def tell(self, numbers: Mapping[str, torch.Tensor]) -> HostNumbers:
+        """Read single numbers."""
         return HostNumbers({name: float(number) for name, number in numbers.items()})
 
     async def complete(self, *transfers: Transfer) -> None:

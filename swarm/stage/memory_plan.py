@@ -34,6 +34,7 @@ class StageMemory:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes in all."""
         return sum(size for _, size in self.parts)
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class StageMemory:
 def memory_of(
     module: torch.nn.Module, config: RunConfig, *, writes_checkpoints: bool, on_cpu: bool, offload: bool = False
 ) -> StageMemory:
-    """What training `module` takes, which may be without memory itself.
+    """Count what training `module` takes; it may be without memory itself.
 
     Args:
         module: of one stage; what it does not train needs no gradient.
@@ -79,7 +80,7 @@ def memory_for(
     on_cpu: bool,
     offload: bool = False,
 ) -> StageMemory:
-    """What training so many parameters takes; see `memory_of`."""
+    """Count what training so many parameters takes; see `memory_of`."""
     master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
     size, versions = trained * master.itemsize, 1 + config.delay_steps
     copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
@@ -113,7 +114,7 @@ def _kept_back(trained: int, size: int, copy: int, config: RunConfig, *, offload
 
 
 def queued_sums(trained: int, config: RunConfig, room_bytes: int) -> int:
-    """How many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_SUMS`.
+    """Tell how many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_SUMS`.
 
     It has no sums yet, nor any micro-batch: their memory is free for averages until then.
 
@@ -137,7 +138,7 @@ def _own_moments_bytes(trained: int, config: RunConfig) -> int:
 
 
 def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config: RunConfig, limit: str) -> int:
-    """Bytes that are left for in-flight micro-batches.
+    """Return the bytes that are left for in-flight micro-batches.
 
     Args:
         limit: what sets the limit, for the error.
@@ -156,7 +157,7 @@ def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config:
 
 
 def require_main_memory(module: torch.nn.Module, config: RunConfig, free_bytes: int) -> None:
-    """That there is room for offloaded moments, those of a step's end beside those of its start.
+    """Check that main memory has room for offloaded moments: those of a step's end beside those of its start.
 
     Raises:
         ConfigError: there is not; with the numbers.

@@ -24,13 +24,14 @@ _PART_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """After `num_updates` updates: flat tensors by name, as `Moments.entries` lists them."""
+    """The state after `num_updates` updates: flat tensors by name, as `Moments.entries` lists them."""
 
     tensors: Mapping[str, torch.Tensor]
     num_updates: int
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -43,7 +44,7 @@ class MomentSlice:
 
 
 class Moments:
-    """How the moments of a stage's trained parameters are kept.
+    """The form and place of the moments of a stage's trained parameters.
 
     As numbers: `first` and `second`, in the masters' dtype. In 8 bits: codes under the same names, and `first_scales` and
     `second_scales`; blocks begin anew at each parameter, so that another cut of the model has the same ones. The second
@@ -89,7 +90,7 @@ class Moments:
         )
 
     def zero(self) -> OptimizerState:
-        """Before the first update. On a CPU it takes memory only once it is written to."""
+        """The state before the first update. On a CPU it takes memory only once it is written to."""
         return OptimizerState(
             {name: _zeros(layout.num_elements, dtype, self.home) for name, (dtype, layout) in self.entries.items()}, 0
         )
@@ -144,11 +145,11 @@ class Moments:
         return _decoded(name, stored.to(self._device), scales.to(self._device), scratch)
 
     def place(self, tensors: Mapping[str, torch.Tensor], name: str, part: MomentSlice, scratch: torch.Tensor) -> torch.Tensor:
-        """Where new numbers of a moment may be put before they are written: their own place, or `scratch`."""
+        """Memory for new numbers of a moment before they are written: their own place, or `scratch`."""
         return tensors[name][part.elements] if self.is_in_place else scratch
 
     def write(self, tensors: Mapping[str, torch.Tensor], name: str, part: MomentSlice, numbers: torch.Tensor) -> None:
-        """Store numbers of a moment, which are beside the masters."""
+        """Store numbers of a moment, which lie beside the masters."""
         target = tensors[name][part.elements]
         if self._in_8_bits:
             coded = square_root(numbers, out=torch.empty_like(numbers)) if name == SECOND else numbers
@@ -160,7 +161,7 @@ class Moments:
 
 
 def numbers_of(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As numbers what a checkpoint holds of parameters' moments, each as `first/<parameter>` and the like."""
+    """Turn the moments of a checkpoint, named `first/<parameter>` and the like, into numbers."""
     found = {}
     for key, stored in moments.items():
         entry, _, parameter = key.partition("/")
@@ -174,7 +175,7 @@ def numbers_of(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def square_root(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded. On a CPU torch takes it from a vector library that is off by a bit once in 150 times."""
+    """The correctly rounded root of each element. On a CPU torch's vector library is off by a bit once in 150 times."""
     if tensor.device.type != "cpu":
         return torch.sqrt(tensor, out=out)
     np.sqrt(tensor.numpy(), out=out.numpy())

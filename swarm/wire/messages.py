@@ -100,6 +100,7 @@ class TensorSpec(Piece):
 
     @property
     def num_elements(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
@@ -138,6 +139,7 @@ class Member(Piece):
 
     @property
     def key(self) -> tuple[str, str]:
+        """The key of this peer in this incarnation."""
         return (self.peer, self.incarnation)
 
 
@@ -149,6 +151,7 @@ class Attempt(Piece):
 
     @property
     def order(self) -> tuple[int, str, int]:
+        """The number that attempts of one step and stage are compared by."""
         return (self.ballot.counter, self.ballot.coordinator, self.n)
 
 
@@ -205,7 +208,7 @@ class Move(Piece):
 
 
 class Load(Piece):
-    """What a member has done at its stage so far, counted by itself; who compares two of them learns its pace and load."""
+    """The work of a member at its stage so far, counted by itself; who compares two of them learns its pace and load."""
 
     member: Member
     #: Since it took up the stage, in seconds of its own clock.
@@ -226,7 +229,7 @@ class Load(Piece):
 
 
 class Order(Piece):
-    """What an operator asked of the run: to wait after a commit, or to end once that many steps have committed."""
+    """An operator's wish for the run: to wait after a commit, or to end once that many steps have committed."""
 
     paused: bool = False
     stop_at: Annotated[int, Field(ge=1, le=2**40)] | None = None
@@ -275,7 +278,7 @@ class CommitRecord(Piece):
         return None if self.skipped else self.loss_sum / self.tokens if self.tokens else 0.0
 
     def newer_than(self, other: CommitRecord | None) -> bool:
-        """Does this record replace `other`? The same on every peer, so two lineages that meet become one."""
+        """Whether this record replaces `other`. It is the same on every peer, so two lineages that meet become one."""
         if other is None:
             return True
         if (self.era, self.step) != (other.era, other.step):
@@ -283,7 +286,7 @@ class CommitRecord(Piece):
         return self.version_id < other.version_id or (self.version_id == other.version_id and self.ballot > other.ballot)
 
     def relists(self, other: CommitRecord | None) -> bool:
-        """Is this the version of `other`, decided by another coordinator? Then only its members may be others."""
+        """Whether this is the version of `other`, decided by another coordinator: then only its members may be others."""
         return other is not None and (self.era, self.version_id) == (other.era, other.version_id)
 
 
@@ -302,7 +305,7 @@ class Norms(Piece):
 
 
 class Hop(Piece):
-    """What one stage did for a micro-batch; times in seconds, bytes as sent on the wire."""
+    """The work of one stage for a micro-batch; times in seconds, bytes as sent on the wire."""
 
     stage: StageField
     peer: PeerIdField
@@ -402,7 +405,7 @@ class Status(Message):
 
 
 class StatusReply(Message):
-    """What an operator wants to see; `detail` is flat and for display, and other peers read in it what jobs take."""
+    """The state of a peer for an operator; `detail` is flat and for display, and other peers read in it what jobs take."""
 
     kind: Literal["status_reply"] = "status_reply"
     role: Literal["stage", "trainer", "backbone"]

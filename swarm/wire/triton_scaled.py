@@ -52,6 +52,7 @@ def _power(exponent):
 
 @triton.jit
 def encode(values, payload, bounds, num_values, rotate: tl.constexpr):
+    """Code one block of `values`; see `scaled.encode`."""
     value, has_value, step, has_step, is_whole = _places(num_values)
     x = tl.load(values + value, mask=has_value, other=0.0).to(tl.float32)
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers NaN is the largest
@@ -83,6 +84,7 @@ def encode(values, payload, bounds, num_values, rotate: tl.constexpr):
 
 @triton.jit
 def decode(payload, values, num_values, rotate: tl.constexpr):
+    """Decode one block of a payload; see `scaled.decode`."""
     value, has_value, step, has_step, is_whole = _places(num_values)
     place = payload + num_values + tl.cdiv(num_values, SIZE) + 2 * tl.program_id(0)
     largest = tl.load(place).to(tl.int32) | (tl.load(place + 1).to(tl.int8, bitcast=True).to(tl.int32) << 8)

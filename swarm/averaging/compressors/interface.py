@@ -31,7 +31,7 @@ Compression = Generator[GroupVector, Sum, Compressed]
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a member brings to an attempt.
+    """A member's part in an attempt.
 
     `flat` [N] is a sum over its tickets; None if its ledger is empty. `tokens` are those of each member, in their order,
     and `me` is this one's place.
@@ -44,7 +44,7 @@ class Contribution:
 
 
 class Compressor(Protocol):
-    """What one peer sends of its contributions at one stage, and what it keeps back."""
+    """Decides what one peer sends of its contributions at one stage, and what it keeps back."""
 
     #: It keeps something back, which goes with its peer.
     keeps_back: ClassVar[bool]

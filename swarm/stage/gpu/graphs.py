@@ -169,7 +169,7 @@ class CapturedStage:
         return lease
 
     def hold(self, version: Version) -> None:
-        """What is started next computes with `version`."""
+        """Have what is started next compute with `version`."""
         if self._holds() is not version:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(version.parameters.values()))
@@ -222,7 +222,7 @@ class BorrowedCall:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the next micro-batch has to do without one."""
+        """Whether the next micro-batch has to do without a captured call."""
         return self._stage.is_short
 
     def backward(self, seeds: Tensors) -> tuple[Tensors, BorrowedGradients]:

@@ -39,7 +39,7 @@ class Summand:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one look at a micro-batch's gradients tells, on their device, which is not waited for."""
+    """The result of one look at a micro-batch's gradients, on their device, which is not waited for."""
 
     #: int32 [1]: 1 if no element of any gradient is NaN or beyond the largest that counts, else 0.
     is_valid: torch.Tensor

@@ -99,7 +99,7 @@ class StageCheckpoint:
         return self._load("parameters")
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Of the optimizer, as `first/<name>`, `second/<name>` and so on: see `Moments.entries`.
+        """The optimizer's tensors, as `first/<name>`, `second/<name>` and so on: see `Moments.entries`.
 
         Raises:
             StorageError: as `parameters`.
@@ -261,7 +261,7 @@ def best_loss(parent: Path) -> tuple[str, float] | None:
 
 
 def saved_steps(root: Path, stage: int, steps: Iterable[int]) -> tuple[int, ...]:
-    """Those of `steps`, numbers of commits, of which the stage has a checkpoint below `root`, by their names; ascending."""
+    """Tell of which of `steps`, numbers of commits, the stage has a checkpoint below `root`, by their names; ascending."""
     directory = stage_directory(root, stage)
     return tuple(sorted(step for step in set(steps) if (directory / step_name(step)).is_dir()))
 
@@ -318,8 +318,6 @@ def scan(roots: Iterable[Path], *, stage: int | None = None, damaged: list[Stora
                 meta = json.loads(path.read_text())
                 if isinstance(meta, dict) and "blake3" not in meta and "digests" in meta:
                     raise StorageError(f"{path} was written by an earlier version, which alone can read it")
-                if "digest" not in meta:
-                    raise ValueError("it has no digest of its own")
                 if meta.pop("digest") != _digest_of(meta):
                     raise ValueError("its digest differs from the one written with it")
                 if path.parent.parent != stage_directory(path.parents[3], meta["stage"]):

@@ -19,12 +19,12 @@ PARTIAL, OLD = ".partial-", ".old-"
 
 
 def checkpoints_directory(root: Path) -> Path:
-    """Where the checkpoints of all stages are."""
+    """The directory with the checkpoints of all stages."""
     return root / "checkpoints"
 
 
 def stage_directory(root: Path, stage: int) -> Path:
-    """Where the checkpoints of a stage are, below a peer's state directory."""
+    """The directory with the checkpoints of a stage, below a peer's state directory."""
     return checkpoints_directory(root) / f"stage-{stage}"
 
 

@@ -62,7 +62,7 @@ def find_complete(roots: Iterable[Path], *, step: int | None = None, best: bool 
 def use_complete(
     roots: Iterable[Path], use: Callable[[StageCheckpoint], T], *, step: int | None = None, best: bool = False
 ) -> list[tuple[StageCheckpoint, T]]:
-    """What `find_complete` gives, and what `use` makes of each of them: of a damaged one another copy takes the place.
+    """Find the checkpoints that `find_complete` gives, and what `use` makes of each; another copy takes a damaged one's place.
 
     Where a stage has no other copy, the head before it is taken; each is a line in the log.
 

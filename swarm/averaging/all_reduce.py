@@ -66,7 +66,8 @@ class Round:
         chunk_elements: int | None = None,
         run_job: RunJob = at_once,
     ) -> None:
-        """
+        """Wait for `run`.
+
         Args:
             attempt: the attempt.
             seals: of all members.
@@ -98,7 +99,7 @@ class Round:
         self._num_chunks = num_chunks
         self._chunk_elements = chunk_elements
         self._run_job = run_job
-        #: By phase; a phase that has ended still answers.
+        #: The exchange of each phase; one that has ended still answers.
         self._exchanges: dict[int, Butterfly] = {}
         self._failure: RoundFailed | None = None
         self._is_complete = False

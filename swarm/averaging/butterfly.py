@@ -115,7 +115,7 @@ class Butterfly(Reduction):
             raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
 
     def _num_streams(self, j: int) -> int:
-        """Of a pair. Streams share this member's line alike, so beside a large slice of an auxiliary small ones have fewer."""
+        """Streams of a pair. They share this member's line alike: small slices have fewer beside a large one of an auxiliary."""
         if self._num_senders == len(self.members):
             return self._window
         sizes = [end - start for start, end in self._bounds]

@@ -32,8 +32,9 @@ from swarm.wire.messages import Attempt
 class OwnCopy:
     """The state that a peer does not share, from one outer step to the next."""
 
+    #: The inner optimizer, and how its state is kept.
     optimizer: Optimizer
-    #: Of the copy that computes.
+    #: The dtype of the copy that computes.
     dtype: torch.dtype
     compressor: Compressor
     #: The inner optimizer's state; None before the first update.

@@ -127,7 +127,7 @@ class GroupVector:
     code: Code = Code()
     #: [num_elements]; added to the sums that this member makes.
     carry: torch.Tensor | None = None
-    #: If not None: the sum is that of a robust mean, in which no member counts beyond this distance.
+    #: Makes the sum that of a robust mean, in which no member counts beyond a distance; None: the plain sum.
     robust: Robust | None = None
 
 

@@ -40,7 +40,7 @@ class Recycler:
             return sum(buffer.nbytes for buffer in self._idle)
 
     def take(self, num_bytes: int) -> memoryview:
-        """Writable memory with anything in it; pages that were never written take no room."""
+        """Give out writable memory with anything in it; pages that were never written take no room."""
         if num_bytes < _LEAST_BYTES:
             return numpy.empty(num_bytes, numpy.uint8).data
         capacity = _capacity(num_bytes)

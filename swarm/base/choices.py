@@ -43,7 +43,7 @@ COMPRESSOR_FACTS: dict[str, CompressorFacts] = {
     "cocktail": CompressorFacts(keeps_back=True, unfit={"sync": "sends differences of models: it needs mode 'local'"}),
 }
 
-#: By what activations and their gradients travel in: the relative error of one rounding.
+#: `RunConfig.compression` -> the relative error of one rounding of activations and their gradients.
 ROUNDING: dict[str, float] = {"none": 0.0, "8bit": 6.4e-3, "fp16": 2e-4, "bf16": 2e-3}
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from swarm.base.ids import MemberKey
 from swarm.wire.messages import Member
 
-#: Who is silent is looked at again after so long, in seconds, and each time after twice as long.
+#: Seconds after which a silent one is looked at again; each time it takes twice as long.
 FIRST_LOOK_S = 1.0
-#: Who was heard within so long, in seconds, is not suspected because of others.
+#: Seconds for which one that was heard is not suspected because of others.
 FRESH_S = 1.0
-#: So many that fail within so long, in seconds, make every group suspect.
+#: So many failures within so many seconds make every group suspect.
 SPREADING = 2
 SPREADING_S = 10.0
 #: One that belongs to no group is remembered for so many of the longest times between looks.

@@ -18,9 +18,9 @@ import numpy as np
 
 from swarm.policy.shares import Reducer, best_shares, best_time
 
-#: Every choice of computing members is looked at up to so many that could compute; beyond, one change at a time.
+#: Every choice of computing members is looked at if no more than so many could compute; else one change at a time.
 MAX_ENUMERATED = 10
-#: In groups up to this size every choice is solved as the whole program; beyond, unless single links have limits, with the
+#: Every choice is solved as the whole program in groups up to this size, or if single links have limits. Larger groups use the
 #: rates of a butterfly (`shares.py`), which are a little lower where few members can be connected to.
 MAX_SOLVED = 6
 
@@ -56,7 +56,7 @@ _Rate = Callable[[Sequence[int]], float]
 
 
 def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Bandwidths | None = None) -> tuple[float, np.ndarray]:
-    """The linear program at given roles.
+    """Solve the linear program at given roles.
 
     Args:
         candidates: all peers of the group.
@@ -75,9 +75,9 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Band
     num = 2 * num_pairs + n + 1
     rows, limits = [], []
 
-    def at_most(attempts: dict[int, float], limit: float) -> None:
+    def at_most(factors: dict[int, float], limit: float) -> None:
         row = np.zeros(num)
-        for variable, factor in attempts.items():
+        for variable, factor in factors.items():
             row[variable] = factor
         rows.append(row)
         limits.append(limit)

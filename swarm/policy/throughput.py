@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from swarm.base.ids import MemberKey
 
-#: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
+#: Bytes/s that a link is expected to carry if nobody has measured it: 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
 #: What a peer holds beside its state and, for a moment, the next one, in units of its masters: gradient sums, averages and
 #: copies that compute; see `stage/memory_plan.py`, which counts exactly before a stage is built.
@@ -48,13 +48,13 @@ class Worker:
     """One peer as the policies see it."""
 
     key: MemberKey
-    #: That it serves, or downloads the state of.
+    #: The stage that it serves, or whose state it downloads.
     stage: int
     #: Measured compute seconds per ticket, by the stage where they were measured.
     seconds: Mapping[int, float] = field(default_factory=dict)
     #: Tickets behind the figure of its own stage; 0 if not known.
     num_tickets: float = 0.0
-    #: Of its link, in bytes/s; None if not measured, which is not zero.
+    #: Bytes/s of its link; None if not measured, which is not zero.
     bandwidth: float | None = None
     #: Memory left for another stage's state, in bytes; None if not known.
     room_bytes: int | None = None

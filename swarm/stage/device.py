@@ -74,7 +74,7 @@ class Added(Transfer):
     def __init__(self, *, marked: bool, numbers: Numbers, norm: torch.Tensor | None) -> None:
         self._marked = marked
         self._numbers = numbers
-        #: Of the gradients as one vector, if it was wanted and there are any: 0-d fp64 on their device, not waited for.
+        #: The norm of the gradients as one vector, if it was wanted and there are any: 0-d fp64 on their device, not waited for.
         self.norm = norm
 
     def wait(self) -> None:

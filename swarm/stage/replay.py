@@ -81,7 +81,7 @@ def replay(
 
 
 def _arrived(payload: CodedTensors, device: str) -> Tensors:
-    """As the next stage gets it."""
+    """The tensors of a payload as the next stage gets them."""
     return {spec.name: tamed(decode_tensor(spec, buffer, device)) for spec, buffer in payload}
 
 

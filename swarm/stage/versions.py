@@ -1,4 +1,4 @@
-"""Versions of a stage's parameters: one for each head, as separate tensors, and the optimizer state of the newest.
+"""Versions of a stage's parameters: one for each commit, as separate tensors, and the optimizer state of the newest.
 
 Invariant: tensors of a version are never modified once it is in the store; a live autograd graph may hold them.
 """
@@ -43,7 +43,7 @@ def make_version(record: CommitRecord, layout: Layout, masters: torch.Tensor, dt
 
 @dataclass(frozen=True)
 class StageState:
-    """All that a peer needs to go on from a head: what snapshots and checkpoints hold.
+    """All that a peer needs to go on from a version: snapshots and checkpoints hold it.
 
     `previous` is the version before, which the next step's tickets use with `delay_steps = 1`; None otherwise, and at
     the initial values.

@@ -23,8 +23,7 @@ HALF = tl.constexpr(256.0)
 
 @triton.jit
 def _places(num_values):
-    """Of this program's values [PER_BLOCK, SIZE] and steps [PER_BLOCK], and which of them there are; and which rows are
-    whole."""
+    """Offsets of this program's values [PER_BLOCK, SIZE] and steps [PER_BLOCK], which of them there are, and whole rows."""
     step = tl.program_id(0).to(tl.int64) * PER_BLOCK + tl.arange(0, PER_BLOCK)
     value = step[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     return value, value < num_values, step, step * SIZE < num_values, step * SIZE + SIZE <= num_values

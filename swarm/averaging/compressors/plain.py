@@ -16,7 +16,8 @@ class Plain:
     keeps_back: ClassVar[bool] = False
 
     def __init__(self, num_elements: int, code: Code = Code(), *, clip_radius: float | None = None) -> None:
-        """
+        """Keep nothing back.
+
         Args:
             num_elements: N.
             code: of chunks on the wire.

@@ -50,7 +50,8 @@ class PowerSgd:
     keeps_back: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
-        """
+        """Have nothing kept back yet.
+
         Args:
             layout: of the flat vector.
             rank: columns of the thin matrices.

@@ -245,7 +245,7 @@ class _CodedPart:
         self._host_checks = torch.empty(4, dtype=torch.float64, pin_memory=True)
 
     def download(self, stream: torch.cuda.Stream) -> None:
-        """On the current stream, which is `stream`."""
+        """Begin to copy out on the current stream, which is `stream`."""
         self._host.copy_(self._coded, non_blocking=True)
         self._coded.record_stream(stream)
         if self._checks is not None:
@@ -253,7 +253,7 @@ class _CodedPart:
             self._checks.record_stream(stream)
 
     def payload(self) -> tuple[TensorSpec, Buffer]:
-        """Once the download is done."""
+        """What travels. Call it once the download is done."""
         if self._checks is not None:
             low, high, *watched = self._host_checks.tolist()
             if not (math.isfinite(low) and math.isfinite(high)):

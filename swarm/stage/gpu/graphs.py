@@ -133,7 +133,7 @@ class CapturedStage:
 
     def _capture_first(self, version: Version, inputs: Tensors, labels: Tensors) -> None:
         self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
-        #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
+        #: The version whose values `parameters` have; weak, for it must not outlive its place among the versions.
         self._holds = weakref.ref(version)
         self.inputs, self.labels = _blank(inputs), _blank(labels)
         self.stream = torch.cuda.Stream()
@@ -217,7 +217,7 @@ class BorrowedCall:
 
     @property
     def outputs(self) -> Tensors:
-        """Without graph; their memory is another's once the call is free."""
+        """The outputs without their graph; their memory is another's once the call is free."""
         return self._call.outputs
 
     @property
@@ -286,7 +286,7 @@ class _CapturedCall:
                 list(self.seeds.values()),
                 allow_unused=True,
             )
-        #: By name; None where unused, as in `gradients`. Both stay until this call's next backward.
+        #: Gradients of inputs by name; None where unused, as in `gradients`. Both stay until this call's next backward.
         self.input_gradients = dict(zip(leaves, found, strict=False))
         self.gradients = found[len(leaves) :]
         self.num_bytes = torch.cuda.memory_reserved() - before_bytes

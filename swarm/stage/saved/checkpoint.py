@@ -1,4 +1,4 @@
-"""Committed stage state on disk: safetensors, written atomically, each directory bound to one head.
+"""Committed stage state on disk: safetensors, written atomically, each directory bound to one version.
 
 Owns what the files hold: tensors by name, and a description of records, stage, configuration and digests; where they lie
 says `places.py`. A directory appears under its name only when it is complete. The best one is never pruned. Knows no network.
@@ -58,7 +58,7 @@ class StageCheckpoint:
     num_updates: int
     digests: dict[str, str]
     config_bytes: bytes
-    #: Of its files, from before its description was read.
+    #: Tells its files from later ones; taken before its description was read.
     identity: FileIdentity
     #: Evaluation loss at it, of the one that is the best of its peer.
     best_loss: float | None = None
@@ -107,7 +107,7 @@ class StageCheckpoint:
         return self._load("optimizer")
 
     def state(self, moments: Moments, *, record: CommitRecord, dtype: torch.dtype, device: str) -> StageState:
-        """The whole state, as it was committed; its version carries `record` (of the same head).
+        """The whole state, as it was committed; its version carries `record`, which is of the same version.
 
         Raises:
             StorageError: if a file is damaged, or is that of another model.
@@ -143,7 +143,7 @@ class StageCheckpoint:
 
 
 def _identity(directory: Path) -> FileIdentity:
-    """Of all files of a checkpoint; a copy that keeps the time of its change is another one too."""
+    """The identity of all files of a checkpoint; a copy that keeps the time of its change has another one."""
     found = []
     for path in (directory / DESCRIPTION, *(tensor_path(directory, name) for name in TENSOR_FILES)):
         try:
@@ -155,9 +155,10 @@ def _identity(directory: Path) -> FileIdentity:
 
 
 def _require_file(path: Path) -> None:
-    """
+    """Check that `path` can be read to an end.
+
     Raises:
-        OSError: it cannot be opened, in the system's words; or it is something else, of which reading might not end.
+        OSError: it cannot be opened, in the system's words; or it is no file.
     """
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
@@ -219,7 +220,7 @@ def write_checkpoint(
 
 
 def _digest_of(meta: dict[str, object]) -> str:
-    """Of a description without its digest."""
+    """The digest of a description without its digest."""
     return blake3(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
@@ -346,7 +347,7 @@ def scan(roots: Iterable[Path], *, stage: int | None = None, damaged: list[Stora
 
 
 def _descriptions(root: Path, stage: int | None, refuse: Callable[[StorageError], None]) -> Iterator[Path]:
-    """Of every checkpoint below `root`, whether it is there or not."""
+    """The path of every checkpoint's description below `root`, whether it is there or not."""
     own = checkpoints_directory(root)
     try:
         if own.exists():

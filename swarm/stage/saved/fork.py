@@ -46,7 +46,7 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
     """Write one checkpoint for each stage of `new`, as the state directory of a local run has them.
 
     Args:
-        found: one checkpoint for each stage of the old run, all of one head.
+        found: one checkpoint for each stage of the old run, all of one version.
         old, new: the runs' configurations.
         factory: of the new run.
         out: gets `stage-<k>-0/checkpoints/...`.
@@ -105,7 +105,7 @@ def _flat(layout: Layout, tensors: dict[str, torch.Tensor], prefix: str, dtype: 
 
 
 def _first_record(parent: CommitRecord, new: RunConfig, digests: list[str], step: int) -> CommitRecord:
-    """A record as if the new run had committed the parent's step: its head is bound to the parent's and to the tensors."""
+    """A record as if the new run had committed the parent's step: its name is bound to the parent's and to the tensors."""
     results = tuple(
         StageResult(attempt=Attempt(), sum_digest=digest, sum_squares=0.0, num_tickets=new.tickets_per_step, tokens=parent.tokens)
         for digest in digests

@@ -57,13 +57,13 @@ def compressor_facts(name: str) -> CompressorFacts:
     return COMPRESSOR_FACTS.get(name) or CompressorFacts(keeps_back=True)
 
 
-def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """A validator that lets through one of `names`, or `package.module:name`."""
+def one_of(names: Iterable[str], *, or_own: bool = True) -> Callable[[str], str]:
+    """A validator that lets through one of `names`, or the owner's own `package.module:name`."""
     *first, last = (repr(name) for name in names)
-    said = f"Input should be {', '.join(first)} or {last}, or package.module:name"
+    said = f"Input should be {', '.join(first)} or {last}" + (", or package.module:name" if or_own else "")
 
     def check(value: str) -> str:
-        if value not in names and not is_dotted(value):
+        if value not in names and not (or_own and is_dotted(value)):
             raise ValueError(said)
         return value
 

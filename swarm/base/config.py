@@ -1,4 +1,4 @@
-"""The run's frozen configuration, its presets of timing, and the run id. Owns validation; reads no file or variable.
+"""The run's frozen configuration, and the run id. Owns validation; reads no file or variable.
 
 The bytes of the creator's configuration are kept verbatim: `run_id` hashes them, so every peer of a run has the same.
 """
@@ -13,39 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from swarm.base.choices import COMPRESSOR_FACTS, OPTIMIZER_FACTS, compressor_facts, one_of, optimizer_facts
+from swarm.base.choices import COMPRESSOR_FACTS, OPTIMIZER_FACTS, ROUNDING, compressor_facts, one_of, optimizer_facts
 from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
 from swarm.base.ids import MAX_TICKETS, RunId
-
-
-class Timing(BaseModel):
-    """Deadlines in seconds. `local`, `lan` and `wan` are presets; each field may be overridden."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    heartbeat_s: float = Field(0.5, ge=0.01, description="a server that still works says so this often")
-    connect_s: float = Field(2.0, ge=0.05, description="a connection must stand within this time")
-    stall_s: float = Field(8.0, ge=0.05, description="a caller waits only while counters advance within this time")
-    request_s: float = Field(4.0, ge=0.05, description="deadline of a short request that needs no compute")
-    lease_s: float = Field(8.0, ge=0.05, description="a trainer silent for longer loses its tickets")
-    coordinator_s: float = Field(3.0, ge=0.05, description="a coordinator silent for longer is replaced")
-    record_ttl_s: float = Field(10.0, ge=0.1, le=3600, description="life of a DHT record at its receiver; renewed at a third")
-    genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
-    stage_lost_s: float = Field(60.0, ge=0.05, description="a stage without a holder for this long is lost")
-    average_s: float = Field(30.0, ge=0.05, description="one averaging round inside a stage must end within this time")
-    rebalance_every_s: float = Field(
-        300.0, ge=0, description="time between decisions whether peers move to another stage; 0 moves nobody"
-    )
-
-    @model_validator(mode="after")
-    def _cross_check(self) -> Timing:
-        if self.stall_s < 2 * self.heartbeat_s:
-            raise ValueError(
-                f"stall_s {self.stall_s:g} is below two heartbeats of {self.heartbeat_s:g} s (heartbeat_s): every wait would fail"
-            )
-        return self
-
+from swarm.base.timing import TIMING_PRESETS, Timing
 
 #: What an option is for, as another field and its values that use it; `parse_config` refuses to set it beside others.
 BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -61,33 +33,6 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
 
 #: Fields that may name the owner's own code.
 _MAY_IMPORT = ("model", "optimizer", "average_compression")
-
-TIMING_PRESETS: dict[str, dict[str, float]] = {
-    "local": {},
-    "lan": {
-        "connect_s": 3.0,
-        "stall_s": 20.0,
-        "request_s": 6.0,
-        "lease_s": 20.0,
-        "coordinator_s": 5.0,
-        "record_ttl_s": 20.0,
-        "genesis_quiet_s": 3.0,
-        "stage_lost_s": 120.0,
-        "average_s": 120.0,
-    },
-    "wan": {
-        "heartbeat_s": 2.0,
-        "connect_s": 10.0,
-        "stall_s": 60.0,
-        "request_s": 20.0,
-        "lease_s": 60.0,
-        "coordinator_s": 15.0,
-        "record_ttl_s": 60.0,
-        "genesis_quiet_s": 10.0,
-        "stage_lost_s": 600.0,
-        "average_s": 1200.0,
-    },
-}
 
 
 class Lora(BaseModel):
@@ -156,7 +101,9 @@ class RunConfig(BaseModel):
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
-    compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
+    compression: Annotated[str, AfterValidator(one_of(ROUNDING, or_own=False))] = Field(
+        "8bit", examples=[*ROUNDING], description="activations and their gradients"
+    )
     average_compression: Annotated[str, AfterValidator(one_of(COMPRESSOR_FACTS))] = Field(
         "none",
         max_length=200,

@@ -1,4 +1,4 @@
-"""The Triton side of `scaled.py`, which alone imports it, when it is needed, and says what the constants are.
+"""The Triton side of `scaled.py`, which alone imports it, when it is needed.
 
 Each program has one block, its sub-blocks as rows, and goes through its values once. Elements are counted in 64 bits.
 """
@@ -7,14 +7,15 @@ Each program has one block, its sub-blocks as rows, and goes through its values 
 import triton
 import triton.language as tl
 
-from swarm.wire import scaled
+from swarm.wire import scaled_numbers as numbers
+from swarm.wire.messages import SUB_BLOCK_SIZE
 
-PART, CUT, TO_BF16 = (tl.constexpr(x) for x in (scaled.PART, scaled.CUT, scaled.TO_BF16))
-REST = tl.constexpr((1 << scaled.CUT) - 1)
-FARTHEST, NORMAL = (tl.constexpr(x) for x in (scaled.FARTHEST, scaled.NORMAL))
-LEAST, TO_INTEGER = (tl.constexpr(x) for x in (scaled.LEAST, scaled.TO_INTEGER))
-FROM_INTEGER, FROM_ROTATED = (tl.constexpr(x) for x in (scaled.FROM_INTEGER, scaled.FROM_ROTATED))
-PER_BLOCK, SIZE = (tl.constexpr(x) for x in (scaled.PER_BLOCK, scaled.SUB_BLOCK_SIZE))
+PART, CUT, TO_BF16 = (tl.constexpr(x) for x in (numbers.PART, numbers.CUT, numbers.TO_BF16))
+REST = tl.constexpr((1 << numbers.CUT) - 1)
+FARTHEST, NORMAL = (tl.constexpr(x) for x in (numbers.FARTHEST, numbers.NORMAL))
+LEAST, TO_INTEGER = (tl.constexpr(x) for x in (numbers.LEAST, numbers.TO_INTEGER))
+FROM_INTEGER, FROM_ROTATED = (tl.constexpr(x) for x in (numbers.FROM_INTEGER, numbers.FROM_ROTATED))
+PER_BLOCK, SIZE = (tl.constexpr(x) for x in (numbers.PER_BLOCK, SUB_BLOCK_SIZE))
 #: Added to a number below 2**22 and taken away again, it rounds that to an integer, halves to even ones.
 ROUNDER = tl.constexpr(12582912.0)
 #: An integer of 17 bits is so many times one, plus another, that fp16 holds exactly.

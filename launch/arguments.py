@@ -319,7 +319,9 @@ def add_model_option(parser: argparse._ActionsContainer) -> None:
 def add_import_option(parser: argparse._ActionsContainer) -> None:
     """For commands that read a run from this machine's disk, whose configuration may name its owner's code."""
     parser.add_argument(
-        "--allow-import", action="store_true", help="import the run's own model if it names one as package.module:factory"
+        "--allow-import",
+        action="store_true",
+        help="import the run's own model, optimizer and compressor if it names them as package.module:name",
     )
 
 

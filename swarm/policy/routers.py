@@ -1,4 +1,4 @@
-"""The routing policies that a trainer may be told to use, by name."""
+"""The routing policies that a trainer may be told to use, by name. Owns the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient sum of one step at one peer, with its ledger. Written by the compute thread alone.
+"""The gradient sum of one step at one peer, with its ledger. Only the compute thread writes it.
 
 Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise 1 rests on this).
 """

@@ -1,4 +1,4 @@
-"""What a device is: how tensors get from buffers onto it and back, and what a ticket's numbers turn out to be.
+"""The interface of a device: how tensors get from buffers onto it and back, and what a ticket's numbers turn out to be.
 
 A CPU has its results at once. A CUDA device computes later than its thread asks, so whatever leaves it is a `Transfer` that
 is complete some time after the job that began it: a job only begins transfers and never waits for one. Must not know which

@@ -1,4 +1,4 @@
-"""The devices that there are, by name: the CPU, which computes at once, and CUDA devices (`gpu/cuda.py`)."""
+"""The devices by name. Owns the CPU, which computes at once; CUDA devices are in `gpu/cuda.py`."""
 
 from __future__ import annotations
 

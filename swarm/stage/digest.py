@@ -1,4 +1,4 @@
-"""Digests of tensors, sums of squares, and a fast checksum for the whole state at every step.
+"""Digests of tensors, sums of squares, and a fast checksum for the whole state at every step. Owns how bytes are summed up.
 
 Digests are BLAKE3: as hard to forge as SHA-256, in a quarter of the time on one thread, and by several threads at once.
 """

@@ -1,6 +1,6 @@
-"""The compute thread: one per device, jobs by priority, backward before forward (1F1B). Knows no network and no protocol.
+"""The compute thread: one per device, jobs by priority, backward before forward (1F1B).
 
-It measures its jobs, so that whoever waits can tell a long one from one that hangs.
+Owns the order of jobs; must not know what they compute, nor a network. It measures them, so that whoever waits can tell a long one from one that hangs.
 
 `ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a modelled duration.
 """

@@ -1,4 +1,4 @@
-"""Which parameters of a model are not trained: those whose names fit a pattern of `RunConfig.frozen`."""
+"""The parameters of a model that are not trained. Owns which those are: their names fit a pattern of `RunConfig.frozen`."""
 
 from __future__ import annotations
 

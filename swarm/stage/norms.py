@@ -1,4 +1,4 @@
-"""Norms of what a stage computes for one micro-batch: what is recorded of it, and compared when it is computed again."""
+"""Norms of a micro-batch's tensors at a stage: they are recorded, and compared when it is computed again."""
 
 from __future__ import annotations
 

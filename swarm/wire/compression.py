@@ -1,4 +1,4 @@
-"""Tensor <-> payload: specs, and which code each name on the wire stands for. The codes themselves are in `codecs.py`.
+"""Tensor <-> payload. Owns specs, and which code each name on the wire stands for; the codes themselves are in `codecs.py`.
 
 Integers and bools always travel raw. A decoded tensor has the dtype that its spec names. A lossy codec refuses NaN,
 infinities, and a value that it would turn into one. Must not know messages, sockets or who computes.

@@ -1,4 +1,4 @@
-"""The compressor that a run's configuration asks for."""
+"""The compressors, by the names that a run's configuration has for them. Owns the registry."""
 
 from __future__ import annotations
 

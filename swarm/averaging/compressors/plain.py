@@ -1,4 +1,4 @@
-"""All of the contribution in one exchange, in any code without error feedback; summed, or robustly averaged."""
+"""Sends all of the contribution in one exchange, in any code without error feedback; summed, or robustly averaged."""
 
 from __future__ import annotations
 

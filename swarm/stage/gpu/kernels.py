@@ -1,4 +1,4 @@
-"""What the accumulator does on a CUDA device, without asking the device for anything.
+"""The accumulator's work on a CUDA device, which is asked for nothing. Owns the launches of kernels.
 
 Triton kernels, since both are bound by memory: one looks at gradients (2 bytes an element in bf16), the other adds the
 gradients of up to `MAX_TOGETHER` micro-batches in one pass over the fp32 sum (2 bytes for each, and 8 for the sum). Each

@@ -1,4 +1,6 @@
-"""The optimizers that a run's configuration asks for: the one that a stage's peers share, and a peer's own in a local run."""
+"""The optimizers, by the names that a run's configuration has for them. Owns the registry, and which of them a run uses:
+one that a stage's peers share, and in a local run one of each peer's own.
+"""
 
 from __future__ import annotations
 

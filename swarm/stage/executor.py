@@ -1,8 +1,8 @@
 """The compute thread: one per device, jobs by priority, backward before forward (1F1B).
 
-Owns the order of jobs; must not know what they compute, nor a network. It measures them, so that whoever waits can tell a long one from one that hangs.
-
-`ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a modelled duration.
+Owns the order of jobs, and measures them, so that whoever waits can tell a long one from one that hangs; must not know what
+they compute, nor a network. `ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a
+modelled duration.
 """
 
 from __future__ import annotations

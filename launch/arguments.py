@@ -18,9 +18,9 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from swarm.base.config import TIMING_PRESETS, RunConfig
+from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
 from swarm.base.ids import MAX_TICKETS, Address, parse_address
-from swarm.feed.dotted import is_dotted
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -319,7 +319,9 @@ def add_model_option(parser: argparse._ActionsContainer) -> None:
 def add_import_option(parser: argparse._ActionsContainer) -> None:
     """For commands that read a run from this machine's disk, whose configuration may name its owner's code."""
     parser.add_argument(
-        "--allow-import", action="store_true", help="import the run's own model if it names one as package.module:factory"
+        "--allow-import",
+        action="store_true",
+        help="import the run's own model, optimizer and compressor if it names them as package.module:name",
     )
 
 
@@ -370,6 +372,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
         return "|".join(TIMING_PRESETS)
     if get_origin(field.annotation) is Literal:
         return "|".join(map(str, get_args(field.annotation)))
+    if field.examples:
+        return "|".join(field.examples)
     if get_origin(field.annotation) is dict:
         return "JSON"
     kinds: dict[Any, str] = {int: "N", float: "X", bool: "true|false"}

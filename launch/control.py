@@ -51,10 +51,10 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
         SwarmError: nobody answers, nobody coordinates, or it is refused; the text says why.
     """
     from swarm.base.config import run_id_of
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.transports import new_transport
     from swarm.wire.messages import Hello, Operate, Operated, Refusal, RunInfo
 
-    transport = HttpTransport(connect_s=timeout_s)
+    transport = new_transport(connect_s=timeout_s)
     try:
         info = await answer_of(transport, address, Hello(), timeout_s=timeout_s)
         if not isinstance(info, RunInfo):

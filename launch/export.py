@@ -130,13 +130,13 @@ def _from_checkpoints(options: Namespace) -> Exported:
 
 
 async def _from_peers(options: Namespace, address: Address) -> Exported:
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.transports import new_transport
     from swarm.peer.joining import fetch_run
     from swarm.peer.stage.live_state import fetch_parameters
 
     if options.step is not None or options.best:
         raise ConfigError("--step and --best choose among checkpoints: a live run has its newest head only")
-    transport = HttpTransport()
+    transport = new_transport()
     try:
         info = await fetch_run(transport, address, deadline_s=options.join_timeout)
         config = parse_config_bytes(info.config.encode())

@@ -72,9 +72,9 @@ async def ask_all(address: Address, *, timeout_s: float) -> tuple[StatusReply, d
     Raises:
         SwarmError: the first peer does not answer.
     """
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.transports import new_transport
 
-    transport = HttpTransport(connect_s=timeout_s)
+    transport = new_transport(connect_s=timeout_s)
 
     async def one(other: Address) -> StatusReply | str:
         try:

@@ -19,13 +19,13 @@ import launch.stage
 import launch.trainer
 import models.registry
 import swarm.peer.stage.stage_peer
-import swarm.stage.device
+import swarm.stage.devices
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE
 from launch.processes.lifeline import die_with_parent
 
 __all__ = ["Peer", "Phase", "Settings", "Swarm", "best_rate", "measure", "spread"]
 
-READY = (models.registry, swarm.peer.stage.stage_peer, swarm.stage.device)  # imported here for the processes to come
+READY = (models.registry, swarm.peer.stage.stage_peer, swarm.stage.devices)  # imported here for the processes to come
 NUM_STAGES = 3
 #: Elements of a sample.
 WIDTH = 32

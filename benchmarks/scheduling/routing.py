@@ -34,11 +34,11 @@ from launch.run.composing import compose
 from launch.status import ask
 from swarm.base.config import RunConfig
 from swarm.base.errors import SwarmError
-from swarm.base.ids import Address
+from swarm.base.ids import Address, MemberKey
 from swarm.feed.feed import open_feed
 from swarm.net.http.transport import HttpTransport
 from swarm.peer.trainer.trainer import Trainer
-from swarm.policy.routing import Key, StageRouter
+from swarm.policy.routing import StageRouter
 
 SPEEDS = (1.0, 0.5, 0.25, 0.125)
 START_S = 120.0
@@ -51,8 +51,8 @@ class UniformRouter(StageRouter):
     """Any peer, whatever is known of it; those that failed are left alone for a while."""
 
     def candidates(
-        self, num_samples: int, *, now: float, first: Key | None = None, limit: int = 4, without: Container[Key] = ()
-    ) -> list[Key]:
+        self, num_samples: int, *, now: float, first: MemberKey | None = None, limit: int = 4, without: Container[MemberKey] = ()
+    ) -> list[MemberKey]:
         order = super().candidates(num_samples, now=now, first=None, limit=len(self._peers), without=without)
         self._rng.shuffle(order)
         return order[:limit]
@@ -61,7 +61,7 @@ class UniformRouter(StageRouter):
 class SuccessOnlyRouter(StageRouter):
     """Failures teach it nothing."""
 
-    def failed(self, key: Key, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
+    def failed(self, key: MemberKey, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
         return
 
 

@@ -27,9 +27,9 @@ async def watch_peers(picture: Picture, children: Mapping[str, Child], serving: 
         children: may grow meanwhile.
         serving: where each serves, once it does.
     """
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.transports import new_transport
 
-    transport = HttpTransport(connect_s=_ASK_TIMEOUT_S)
+    transport = new_transport(connect_s=_ASK_TIMEOUT_S)
     try:
         while True:
             names = [name for name, child in children.items() if child.alive and serving[name].done()]

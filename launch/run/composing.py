@@ -23,12 +23,12 @@ from launch.run.run_files import DataPaths, build_config, create_run, read_run_f
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import Address, new_incarnation
-from swarm.net.exchange import Bounds
-from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
 from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.ports import bind_tcp_and_udp
+from swarm.net.transport import Transport
+from swarm.net.transports import new_transport
 from swarm.peer.context import PeerContext
 from swarm.peer.joining import Contacts, fetch_run, require_alone
 from swarm.wire.messages import CommitRecord
@@ -56,7 +56,7 @@ class KnownRun:
         return parse_config_bytes(self.config_bytes)
 
 
-async def find_run(options: Namespace, transport: HttpTransport, kept: KeptRun | None = None) -> KnownRun:
+async def find_run(options: Namespace, transport: Transport, kept: KeptRun | None = None) -> KnownRun:
     """Create the run of `--run`, or fetch that of `--join`; where nobody answers, go on with the one that was `kept`.
 
     Raises:
@@ -118,7 +118,7 @@ async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerC
     state_dir: Path | None = options.state_dir
     is_claimed, kept = await asyncio.to_thread(_taken_up, state_dir)
     tcp, udp, port = _bind(options.host, options.port, kept)
-    asker = HttpTransport()
+    asker = new_transport()
     try:
         run = await find_run(options, asker, kept)
         if state_dir is not None and not is_claimed:
@@ -141,12 +141,12 @@ async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerC
         config_bytes=run.config_bytes,
         identity=identity,
         incarnation=new_incarnation(random.SystemRandom()),
-        transport=HttpTransport(
+        transport=new_transport(
             host=options.host,
             sock=tcp,
             connect_s=timing.connect_s,
             heartbeat_s=timing.heartbeat_s,
-            bounds=Bounds(max_inflight_bytes=max_inflight_bytes),
+            max_inflight_bytes=max_inflight_bytes,
         ),
         dht=KademliaDht(
             identity=identity,

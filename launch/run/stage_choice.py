@@ -10,8 +10,8 @@ import logging
 
 from swarm.base.errors import ConfigError, LinkError, RemoteError
 from swarm.base.ids import Address
-from swarm.net.http.transport import HttpTransport
 from swarm.net.transport import Transport
+from swarm.net.transports import new_transport
 from swarm.peer.context import PeerContext
 from swarm.policy.placement import best_stage
 from swarm.policy.throughput import StageWork, Swarm, Worker
@@ -27,7 +27,7 @@ async def choose_stage(context: PeerContext, *, flops_per_s: float, room_bytes: 
     Raises:
         ConfigError: no stage's state fits into this peer's memory.
     """
-    asker = HttpTransport(connect_s=context.config.timing.connect_s)
+    asker = new_transport(connect_s=context.config.timing.connect_s)
     request = m.Place(run=context.run, member=context.member(), flops_per_s=flops_per_s, room_bytes=room_bytes)
     try:
         placed = await _ask_coordinator(asker, context, request) or await _count_peers(asker, context)

@@ -120,7 +120,7 @@ class Aggregator:
     def _attempt_of(self, message: m.Assist) -> _Attempt:
         vector, code = message.vector, Code(message.vector.codec)
         dtype = _DTYPES.get(vector.dtype)
-        if dtype is None or vector != code.spec(vector.num_elements, dtype) or vector.codec == "sparse4":
+        if dtype is None or vector != code.spec(vector.num_elements, dtype) or vector.is_sparse:
             raise Refuse("bad_request", f"{vector.dtype} {vector.shape} in {vector.codec} is no average that is summed here")
         return _Attempt(
             message.step,

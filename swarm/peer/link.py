@@ -108,7 +108,7 @@ class Link:
                 raise
         if isinstance(reply.message, Refusal):
             raise RefusedBy(reply.message)
-        if isinstance(target, Member) and self.presence.liveness.is_doubted(target.key) and expect is not StatusReply:
+        if isinstance(target, Member) and self.presence.liveness.is_suspected(target.key) and expect is not StatusReply:
             self.presence.heard(target)
         if not isinstance(reply.message, expect):
             raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")

@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from swarm.net.ports import bind_tcp
@@ -204,7 +205,7 @@ class FaultyNetwork:
         loop = asyncio.get_running_loop()
         for place in self._places.values():
             _, protocol = await loop.create_datagram_endpoint(
-                lambda place=place: _Datagrams(self, place), local_addr=(place.outside, self._port)
+                partial(_Datagrams, self, place), local_addr=(place.outside, self._port)
             )
             self._datagrams[place.name] = protocol
 

@@ -99,6 +99,12 @@ class SimulatedLinks:
             self._cuts.pop(pair, None)
         self.change()
 
+    def heal_all(self, address: Address | None = None) -> None:
+        """Undo every cut, or each that ends at `address`."""
+        for a, b in list(self._cuts):
+            if address is None or address in (a, b):
+                self.heal(a, b, one_way=True)
+
     def pause(self, address: Address) -> None:
         """Stop the peer as SIGSTOP does: it takes requests, and nothing advances."""
         self._paused[address] = None

@@ -39,7 +39,7 @@ class _SkippingSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
-            return []  # callbacks are ready: a tenth of a simulation's time would be questions about sockets there are not
+            return []  # callbacks are ready: to ask for sockets, of which there are none, costs a simulation some 5 %
         ready = self._inner.select(0)
         if ready:
             return ready

@@ -12,7 +12,9 @@ from types import TracebackType
 
 from swarm.base.ids import Address
 from swarm.peer.stage.stage_peer import StagePeer
-from swarm.testing.simulation.simulation import Call, Node, Simulation, check
+from swarm.testing.simulation.nodes import Node
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.tapped import Call
 from swarm.wire import messages as m
 
 Matches = Callable[[Call], bool]
@@ -161,6 +163,6 @@ def node_of(simulation: Simulation, member: m.Member) -> Node:
 
 def coordinator_of(simulation: Simulation) -> Node:
     """Who coordinates now, with the highest ballot if there are two."""
-    leading = [node for node in simulation.nodes.values() if simulation.coordinates(node)]
+    leading = [(found.ballot, name) for name, node in simulation.nodes.items() if (found := simulation.coordinator_at(node))]
     assert leading, "nobody coordinates"
-    return max(leading, key=lambda node: node.peer.election.coordinator.ballot)  # type: ignore[union-attr]
+    return simulation.nodes[max(leading)[1]]

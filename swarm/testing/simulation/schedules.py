@@ -26,7 +26,8 @@ from swarm.lifecycle.step import Ledger
 from swarm.peer.stage.stage_peer import StagePeer
 from swarm.peer.trainer.trainer import Trainer
 from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.simulation import Node, Simulation, check
+from swarm.testing.simulation.nodes import Node
+from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
 
 #: (kind, weight). Kinds are the methods of `Faults`.
@@ -157,28 +158,26 @@ class Faults:
 
     def _expendable(self, node: Node) -> bool:
         """Another peer of its stage serves the newest state, and nothing is wrong with it."""
-        assert isinstance(node.peer, StagePeer)
-        newest = max(n.peer.committed.num_commits for n in self._stage_nodes())  # type: ignore[union-attr]
+        newest = max(other.stage_peer.committed.num_commits for other in self._stage_nodes())
         return any(
-            n is not node
-            and n.peer.stage == node.peer.stage
-            and n.peer.membership.serving
-            and not self._moves(n)  # type: ignore[union-attr]
-            and n.peer.committed.up_to_date
-            and n.peer.committed.num_commits == newest
-            and n.name not in self.simulation.troubled  # type: ignore[union-attr]
-            and _keeps_up(n.peer, node.peer)  # type: ignore[arg-type]
-            for n in self._stage_nodes()
+            other is not node
+            and other.stage_peer.stage == node.stage_peer.stage
+            and other.stage_peer.membership.serving
+            and not self._moves(other)
+            and other.stage_peer.committed.up_to_date
+            and other.stage_peer.committed.num_commits == newest
+            and other.name not in self.simulation.troubled
+            and _keeps_up(other.stage_peer, node.stage_peer)
+            for other in self._stage_nodes()
         )
 
     def _moves(self, node: Node) -> bool:
         """A record has it go to another stage."""
-        assert isinstance(node.peer, StagePeer)
-        record = node.peer.committed.record
-        return record is not None and any(move.member.key == node.peer.stage_context.me.key for move in record.moves)
+        record, me = node.stage_peer.committed.record, node.stage_peer.stage_context.me
+        return record is not None and any(move.member.key == me.key for move in record.moves)
 
     async def move(self, rng: random.Random, for_s: float) -> bool:
-        nodes = [n for n in self._stage_nodes() if n.peer.membership.serving]  # type: ignore[union-attr]
+        nodes = [n for n in self._stage_nodes() if n.stage_peer.membership.serving]
         if not nodes:
             return False
         node = rng.choice(nodes)

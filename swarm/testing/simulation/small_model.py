@@ -39,11 +39,24 @@ class SmallStage(torch.nn.Module):
         setattr(self, f"layer{stage}", layer)
         self._layer_name = f"layer{stage}"
         if tied and last:
-            self.copy = torch.nn.Parameter(SmallStage(0, num_stages, dtype).layer0.weight.detach().clone())  # type: ignore[union-attr]
+            self.copy = torch.nn.Parameter(SmallStage(0, num_stages, dtype).layer.weight.detach().clone())
         self.tied = tied and last
 
-    def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
+    @property
+    def layer(self) -> torch.nn.Linear:
+        """The linear layer, whose name in the state dict holds the stage's number."""
         layer = getattr(self, self._layer_name)
+        assert isinstance(layer, torch.nn.Linear)
+        return layer
+
+    def share(self, first: SmallStage) -> None:
+        """Use the first stage's own weight in place of a copy, as one process does."""
+        weight = first.layer.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        self.copy = weight
+
+    def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
+        layer = self.layer
         x = inputs["x"].to(layer.weight.dtype)
         x = layer(torch.tanh(x @ self.copy.T) if self.tied else x)
         if not self.last:
@@ -108,7 +121,7 @@ def small_config(**changes: object) -> RunConfig:
         "checkpoint_every": 0,
         "max_grad_norm": 0.3,
     }
-    return RunConfig(**{**base, **changes})  # type: ignore[arg-type]
+    return RunConfig(**{**base, **changes})
 
 
 @dataclass
@@ -143,7 +156,7 @@ def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Colle
     tied = bool(config.model_options.get("tied"))
     stages = [SmallStage(k, config.num_stages, dtype, tied=tied) for k in range(config.num_stages)]
     if tied:
-        stages[-1].copy = stages[0].layer0.weight  # type: ignore[assignment]
+        stages[-1].share(stages[0])
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
     optimizer = torch.optim.AdamW(
         parameters,

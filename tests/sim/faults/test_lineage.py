@@ -185,7 +185,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
         await second.add_backbone("backbone0")
         for stage, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
             if (name := f"stage{stage}.{i}") != writer or is_empty:
-                second._identities[name] = simulation._identities[name]
+                second.identities[name] = simulation.identities[name]
                 await second.add_stage_peer(name, stage)
         await second.add_trainer("trainer0")
         await asyncio.sleep(after_s)
@@ -195,7 +195,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
         if is_empty:
             (tmp_path / "elsewhere").rename(kept)
         else:
-            second._identities[writer] = simulation._identities[writer]
+            second.identities[writer] = simulation.identities[writer]
             await second.add_stage_peer(writer, 1)
         await finish_from(second, simulation, newest)
 
@@ -315,7 +315,7 @@ async def resumed_where_it_ended(config, tmp_path, damage, *, keep=None):
         if damage(path):
             cut_short(path)
     second = Simulation(config, seed=14, state_dir=tmp_path)
-    second._identities |= simulation._identities
+    second.identities |= simulation.identities
     await second.start(peers_per_stage=2, trainers=1)
     return second
 
@@ -472,7 +472,7 @@ def test_those_who_hold_nothing_do_not_begin_again_without_those_who_hold_the_ne
             for path in written:
                 cut_short(path.parent)
         second = Simulation(config, seed=14, state_dir=tmp_path)
-        second._identities |= simulation._identities
+        second.identities |= simulation.identities
         await second.add_backbone("backbone0")
         for name, stage in ((f"stage{k}.{i}", k) for k in range(config.num_stages) for i in range(2)):
             if holders != "come later" or name not in writers:
@@ -509,7 +509,7 @@ def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_
         [written] = tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")
         [witness] = {"stage1.0", "stage1.1"} - {written.parts[-5]}
         second = Simulation(config, seed=14, state_dir=tmp_path)
-        second._identities |= simulation._identities
+        second.identities |= simulation.identities
         await second.add_backbone("backbone0")
         for stage in range(config.num_stages):
             await second.add_stage_peer(f"new{stage}", stage, keeps=False)

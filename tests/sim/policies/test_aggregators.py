@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from swarm.peer.backbone import Backbone
+from swarm.testing.simulation.nodes import Node
 from swarm.testing.simulation.phases import HeldBack, Log, committed, kind
-from swarm.testing.simulation.simulation import Node, Simulation
+from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, one_process, small_config
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m

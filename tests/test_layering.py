@@ -269,8 +269,3 @@ def test_no_module_has_a_vague_name() -> None:
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper", "Utils"))
     ]
     assert not wrong, f"name the noun that it serves: {wrong}"
-
-
-def test_every_module_says_what_it_owns() -> None:
-    wrong = [relative(path) for path in product_files() if not (ast.get_docstring(parse(path)) or "").strip()]
-    assert not wrong, f"modules without a docstring: {wrong}"

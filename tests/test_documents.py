@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from test_layering import ROOT, relative
 
 from swarm.testing.simulation.transcript import story
+from tests.source_trees import ROOT, relative
 
 PAGES = sorted([*ROOT.glob("*.md"), *(page for f in ("docs", "swarm", "models") for page in (ROOT / f).rglob("*.md"))])
 SOURCES = sorted(p for f in ("swarm", "models", "launch", "tests", "benchmarks") for p in (ROOT / f).rglob("*.py"))

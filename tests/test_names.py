@@ -10,7 +10,8 @@ import tokenize
 from collections.abc import Iterator
 
 import pytest
-from test_layering import ROOT, parse, product_files, relative
+
+from tests.source_trees import ROOT, parse, product_files, relative
 
 #: Words that say nothing, or that mean something else to a reader of Raft, PyTorch or Kademlia. No name has one in it.
 RETIRED_WORDS = {

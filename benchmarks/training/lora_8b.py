@@ -35,7 +35,7 @@ from launch.status import ask_all
 from models.files.byte_tokenizer import write_byte_tokenizer
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Address
-from swarm.testing.launched import LaunchedSwarm
+from swarm.testing.launched import LaunchedSwarm, words_of
 from swarm.testing.processes import free_port
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -170,25 +170,8 @@ class CardWatch:
 
 def with_peft(options: argparse.Namespace, model: Path, data: Path, run: Path, directory: Path) -> Measured:
     result = directory / "peft.json"
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.training.lora_peft",
-        "--run",
-        str(run),
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--steps",
-        str(WARMUP_STEPS + options.repetitions),
-        "--device",
-        options.device,
-        "--out",
-        str(result),
-    ]
+    given = {"run": run, "model": model, "data": data, "steps": WARMUP_STEPS + options.repetitions, "device": options.device}
+    words = [sys.executable, "-W", "ignore", "-m", "benchmarks.training.lora_peft", *words_of({**given, "out": result})]
     watch = CardWatch(options.device)
     subprocess.run(words, check=True, timeout=START_TIMEOUT_S + STEP_TIMEOUT_S, cwd=ROOT)
     found = json.loads(result.read_text())

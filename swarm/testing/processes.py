@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, str]:
-    """For a subprocess that imports this checkout and the stand-ins."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "integration")])}
+    """For a subprocess that imports this checkout, its tests included."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def free_port(host: str = "127.0.0.1") -> int:

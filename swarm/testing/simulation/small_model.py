@@ -69,16 +69,24 @@ class SmallStage(torch.nn.Module):
 
 @dataclass
 class SmallFactory:
+    """Builds the stages of the small model; each with `padding` parameters that nothing uses, to make averages larger."""
+
     num_stages: int
     dtype: torch.dtype = torch.float64
     tied: bool = False
+    padding: int = 0
 
     @property
     def ties(self) -> tuple[Tie, ...]:
+        """The first layer's weight and its copy in the last stage, if the model is tied."""
         return (Tie(((0, "layer0.weight"), (self.num_stages - 1, "copy"))),) if self.tied else ()
 
     def build(self, stage: int) -> torch.nn.Module:
-        return SmallStage(stage, self.num_stages, self.dtype, tied=self.tied)
+        """The module of one stage."""
+        module = SmallStage(stage, self.num_stages, self.dtype, tied=self.tied)
+        if self.padding:
+            module.padding = torch.nn.Parameter(torch.zeros(self.padding, dtype=self.dtype))
+        return module
 
 
 @dataclass

@@ -21,3 +21,8 @@ def relative(path: Path) -> str:
 
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
+
+
+def files_for_tests() -> list[Path]:
+    """Every module of what serves tests."""
+    return sorted((ROOT / "swarm" / "testing").rglob("*.py"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.source_trees import ROOT, parse, product_files, relative
+from tests.source_trees import ROOT, files_for_tests, parse, product_files, relative
 
 #: Words that say nothing, or that mean something else to a reader of Raft, PyTorch or Kademlia. No name has one in it.
 RETIRED_WORDS = {
@@ -89,7 +89,7 @@ def test_no_name_of_the_product_stands_for_two_classes() -> None:
 
 
 def test_no_module_is_long() -> None:
-    paths = [*product_files(), *(ROOT / "swarm" / "testing").rglob("*.py")]
+    paths = [*product_files(), *files_for_tests()]
     wrong = [f"{relative(p)}: {n} lines" for p in paths if (n := p.read_text().count("\n")) > MAX_LINES]
     assert {line.partition(":")[0] for line in wrong} <= LONG_FILES, "\n".join(wrong)
 
@@ -189,7 +189,7 @@ def fault_of(docstring: str | None) -> str:
 def test_public_names_have_docstrings_of_whole_sentences() -> None:
     """In `swarm/` each has one; where another folder has one it is a sentence, too."""
     wrong = []
-    for path in product_files():
+    for path in [*product_files(), *files_for_tests()]:
         needed = path.is_relative_to(ROOT / "swarm")
         for node in documented(parse(path)):
             text = ast.get_docstring(node)
@@ -200,7 +200,11 @@ def test_public_names_have_docstrings_of_whole_sentences() -> None:
 
 
 def test_every_module_says_what_it_owns() -> None:
-    wrong = [f"{relative(p)}: {fault}" for p in product_files() if (fault := fault_of(ast.get_docstring(parse(p))))]
+    wrong = [
+        f"{relative(p)}: {fault}"
+        for p in [*product_files(), *files_for_tests()]
+        if (fault := fault_of(ast.get_docstring(parse(p))))
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -127,6 +127,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._ready = self._shuffled = _Ready(rng)
 
     def time(self) -> float:
+        """Virtual seconds since the loop was made."""
         return self._skipping.now
 
     def _run_once(self) -> None:

@@ -64,6 +64,7 @@ class WatchedProgress(Progress):
         self.advanced_at = now
 
     def advance(self, amount: int = 1) -> None:
+        """Count for the caller, and remember when."""
         super().advance(amount)
         self.advanced_at = asyncio.get_running_loop().time()
         if self._counted is not None:
@@ -71,7 +72,7 @@ class WatchedProgress(Progress):
 
 
 class Invariants:
-    """Of one simulation; `ledgers_changed` is set by everything that may write one."""
+    """The invariants of one simulation; `ledgers_changed` is set by everything that may write one."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -95,7 +96,8 @@ class Invariants:
             self._held[committed] = committed.versions.newest.version_id
 
     def check(self) -> None:
-        """
+        """Look at everything that may have changed.
+
         Raises:
             InvariantBroken: saying what, where and when.
         """

@@ -120,7 +120,8 @@ class Log:
 
 
 async def until(condition: Callable[[], bool], what: str, *, within_s: float = 300.0, every_s: float = 0.005) -> None:
-    """
+    """Wait until `condition()` holds.
+
     Raises:
         AssertionError: `what` never came about.
     """
@@ -154,10 +155,12 @@ def ledger(node: Node, step: int) -> set[int]:
 
 
 def node_at(simulation: Simulation, address: Address) -> Node:
+    """The node that serves at `address`."""
     return next(node for node in simulation.nodes.values() if node.address == address)
 
 
 def node_of(simulation: Simulation, member: m.Member) -> Node:
+    """The node that is this member."""
     return node_at(simulation, Address(member.host, member.port))
 
 

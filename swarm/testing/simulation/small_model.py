@@ -56,6 +56,7 @@ class SmallStage(torch.nn.Module):
         self.copy = weight
 
     def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
+        """The boundary `x` [B, WIDTH], or at the last stage the sum of losses and the number of tokens."""
         layer = self.layer
         x = inputs["x"].to(layer.weight.dtype)
         x = layer(torch.tanh(x @ self.copy.T) if self.tied else x)
@@ -103,6 +104,7 @@ class SmallFeed:
     data_digest: str = ""
 
     def batch(self, ticket: Ticket) -> _Batch:
+        """The samples of one ticket."""
         rng = np.random.default_rng([self.config.seed, ticket.step, ticket.index])
         size = self.config.micro_batch_size
         x = rng.standard_normal((size, WIDTH))
@@ -112,10 +114,12 @@ class SmallFeed:
         return _Batch({"x": x.astype(dtype)}, {"y": y})
 
     def eval_batches(self) -> list[_Batch]:
+        """The samples of an evaluation."""
         return [self.batch(Ticket(10**6, index)) for index in range(self.config.eval_tickets)]
 
 
 def small_config(**changes: object) -> RunConfig:
+    """The configuration of a run of the small model; `changes` replace its fields."""
     base: dict[str, object] = {
         "num_stages": 3,
         "micro_batch_size": 4,
@@ -134,6 +138,8 @@ def small_config(**changes: object) -> RunConfig:
 
 @dataclass
 class PlainResult:
+    """What one plain process came to."""
+
     losses: list[float]
     parameters: torch.Tensor
     #: What `clip_grad_norm_` returned.

@@ -53,12 +53,15 @@ class TappedTransport(MemoryTransport):
         self._nodes = nodes
 
     async def start(self, handler: Handler) -> None:
+        """Listen as the in-memory transport does, with replies that may be falsified."""
+
         async def falsifying(frame: Frame, progress: Progress) -> Frame:
             return self._nodes.falsified(self.address, await handler(frame, progress))
 
         await super().start(falsifying)
 
     async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
+        """Send a request as the in-memory transport does, seen and perhaps held, falsified or lost."""
         nodes = self._nodes
         now = asyncio.get_running_loop().time()
         call = Call(self.address, address, request.message, stall_s, now, WatchedProgress(progress, now))
@@ -90,6 +93,8 @@ class TappedExecutor(InlineExecutor):
         self._invariants = nodes.invariants
 
     async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
+        """Run a job, and have the ledgers looked at afterwards."""
+
         def noted() -> T:
             self._invariants.ledgers_changed = True
             return job()
@@ -105,6 +110,7 @@ class FailingAccumulator(Accumulator):
         self._node = node
 
     def add_all(self, gradients: list[torch.Tensor | None], factor: float = 1.0) -> None:
+        """Add gradients; halfway only when that was asked for."""
         if self._node.fail_halfway:
             self._node.fail_halfway -= 1
             super().add_all([gradients[0], *[None for _ in gradients[1:]]], factor)

@@ -126,7 +126,7 @@ def test_rounds_are_as_much_faster_as_predicted(times: float, predicted: float, 
         assert predicted * reached <= gain <= predicted * 1.05, swarm.round_s
         assert swarm.weights(13)[4] == pytest.approx(part, abs=0.15)
         leader = swarm.simulation.stage_peers(0)[0].leader
-        assert leader.shares.helpers_reason.startswith(f"{node.identity.peer_id[:8]}: rounds should be 1.")
+        assert leader.shares.auxiliaries_reason.startswith(f"{node.identity.peer_id[:8]}: rounds should be 1.")
         assert isinstance(node.peer, Backbone)
         assert node.peer._status().detail["attempts_helped"] == len(swarm.helped())
         await swarm.finish()
@@ -142,7 +142,7 @@ def test_a_line_that_is_no_better_than_the_members_is_tried_and_left_alone() -> 
         await swarm.finish()
         assert len(swarm.helped()) <= 3, swarm.helped()
         assert 7 not in swarm.helped()
-        reasons = {peer.leader.shares.helpers_reason for peer in swarm.simulation.stage_peers(0)}
+        reasons = {peer.leader.shares.auxiliaries_reason for peer in swarm.simulation.stage_peers(0)}
         assert "none: no offer makes rounds faster by 20%" in reasons
 
     run(main)
@@ -323,7 +323,7 @@ def test_one_without_room_is_not_used() -> None:
         await swarm.finish()
         assert not swarm.helped()
         assert not swarm.reopened()
-        reasons = {peer.leader.shares.helpers_reason for peer in swarm.simulation.stage_peers(0)}
+        reasons = {peer.leader.shares.auxiliaries_reason for peer in swarm.simulation.stage_peers(0)}
         assert "none: none of 1 that were asked agreed" in reasons
 
     run(main)
@@ -342,6 +342,6 @@ def test_where_auxiliaries_are_not_used_nobody_is_asked(config: dict[str, int], 
         await swarm.finish()
         assert not asked.calls
         assert not swarm.helped()
-        assert {peer.leader.shares.helpers_reason for peer in swarm.simulation.stage_peers(0)} == {reason, ""}
+        assert {peer.leader.shares.auxiliaries_reason for peer in swarm.simulation.stage_peers(0)} == {reason, ""}
 
     run(main)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from swarm.peer.backbone import Backbone
+from swarm.testing.simulation.nodes import Node
 from swarm.testing.simulation.phases import HeldBack, Log, committed, kind
-from swarm.testing.simulation.simulation import Node, Simulation
+from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, one_process, small_config
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
@@ -26,25 +27,12 @@ ELEMENTS = 2**18
 MEMBER_RATE = 2e6
 
 
-class _Padded(SmallFactory):
-    """The small model with a parameter that nothing uses."""
-
-    def __init__(self, num_stages: int, elements: int) -> None:
-        super().__init__(num_stages)
-        self.elements = elements
-
-    def build(self, stage: int) -> torch.nn.Module:
-        module = super().build(stage)
-        module.padding = torch.nn.Parameter(torch.zeros(self.elements, dtype=self.dtype))
-        return module
-
-
 class Swarm:
     """A simulation whose stage peers have equal lines, and an aggregator with ten times as much."""
 
     def __init__(self, *, elements: int = ELEMENTS, rate: float = MEMBER_RATE, **config: Any) -> None:
         self.config = small_config(**{"num_stages": 1, "total_steps": 7, "auxiliaries": 1, **config})
-        self.simulation = Simulation(self.config, factory=_Padded(self.config.num_stages, elements))
+        self.simulation = Simulation(self.config, factory=SmallFactory(self.config.num_stages, padding=elements))
         self.rate = rate
         self.reduces = Log(self.simulation, kind(m.Reduce))
         self.averages = Log(self.simulation, kind(m.AllReduce))

@@ -33,7 +33,7 @@ def local_config(**changes):
 def replicas(simulation):
     """States, stage by stage, of those that hold the last step."""
     last = simulation.version_ids[simulation.config.total_steps - 1]
-    peers = [[p.member for p in simulation.stage_peers(stage)] for stage in range(simulation.config.num_stages)]
+    peers = [[p.committed for p in simulation.stage_peers(stage)] for stage in range(simulation.config.num_stages)]
     return [{x.state_digest for x in xs if x.versions.newest.version_id in last and x.state_digest} for xs in peers]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_int, positive_seconds
+from launch.arguments import EXIT_DONE, LaunchParser, peer_address, positive_int, positive_seconds
+from launch.options import OutputOptions, add_output_options
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -18,7 +19,18 @@ PROGRAM = "swarm_control"
 ACTIONS = ("pause", "resume", "stop")
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(OutputOptions):
+    """What `swarm_control` was told."""
+
+    address: Address
+    action: str
+    at_step: int | None
+    timeout: float
+
+
+def parse(argv: Sequence[str]) -> ControlOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM,
         "Pause, resume or stop a run. A step under way ends first, and its state is written to "
@@ -36,8 +48,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=positive_seconds, default=5.0, help="wait this long for each answer, in seconds"
     )
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, ControlOptions)
 
 
 async def operate(address: Address, action: str, *, at_step: int | None = None, timeout_s: float = 5.0) -> tuple[int, str]:
@@ -75,7 +87,7 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
     return reply.step, reply.text
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: ControlOptions, argv: list[str], reports: Reports) -> int:
     if options.at_step is not None and options.action != "stop":
         raise ConfigError("--at-step goes with stop only")
     step, text = asyncio.run(operate(options.address, options.action, at_step=options.at_step, timeout_s=options.timeout))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_seconds
+from launch.arguments import EXIT_DONE, LaunchParser, peer_address, positive_seconds
+from launch.options import OutputOptions, add_output_options
 from launch.processes.logs import console
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -24,14 +25,23 @@ if TYPE_CHECKING:
 PROGRAM = "swarm_status"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(OutputOptions):
+    """What `swarm_status` was told."""
+
+    address: Address
+    timeout: float
+
+
+def parse(argv: Sequence[str]) -> StatusOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(PROGRAM, "Show the run that a peer belongs to: its stages, their peers, and what each does.")
     parser.add_argument("address", metavar="HOST:PORT", type=peer_address, help="any peer of the run")
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=positive_seconds, default=5.0, help="wait this long for each peer, in seconds"
     )
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, StatusOptions)
 
 
 async def answer_of(transport: Transport, address: Address, message: Message, *, timeout_s: float) -> Message:
@@ -124,7 +134,7 @@ def _known(step: int) -> str:
     return "-" if step < 0 else str(step)
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: StatusOptions, argv: list[str], reports: Reports) -> int:
     first, others = asyncio.run(ask_all(options.address, timeout_s=options.timeout))
     if options.log_format == "json":
         replies = [first, *(reply for reply in others.values() if not isinstance(reply, str))]

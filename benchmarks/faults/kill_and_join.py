@@ -59,8 +59,6 @@ def main() -> int:
             sys.executable,
             "-m",
             "launch.local",
-            "--preset",
-            "tiny",
             "--stages",
             "3",
             "--peers-per-stage",

@@ -8,13 +8,13 @@ import logging
 import random
 import shlex
 import socket
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from setproctitle import setproctitle
 
+from launch.options import PeerOptions
 from launch.processes.logs import Announcer
 from launch.processes.reports import Reports
 from launch.processes.state_directory import claim_directory
@@ -56,18 +56,21 @@ class KnownRun:
         return parse_config_bytes(self.config_bytes)
 
 
-async def find_run(options: Namespace, transport: HttpTransport, kept: KeptRun | None = None) -> KnownRun:
+async def find_run(options: PeerOptions, transport: HttpTransport, kept: KeptRun | None = None) -> KnownRun:
     """Create the run of `--run`, or fetch that of `--join`; where nobody answers, go on with the one that was `kept`.
 
     Raises:
         ConfigError: the file or its data is unusable; or nobody answers, and nothing is kept.
     """
     if options.join is not None:
-        again = getattr(options, "again", None)
-        kept = None if again is not None and kept is not None and kept.run != again else kept
+        kept = None if options.again is not None and kept is not None and kept.run != options.again else kept
         try:
             info = await fetch_run(
-                transport, options.join, run=again, contacts=_contacts(options.state_dir, kept), deadline_s=options.join_timeout
+                transport,
+                options.join,
+                run=options.again,
+                contacts=_contacts(options.state_dir, kept),
+                deadline_s=options.join_timeout,
             )
         except ConfigError as error:
             if kept is None:
@@ -79,12 +82,12 @@ async def find_run(options: Namespace, transport: HttpTransport, kept: KeptRun |
         run = KnownRun(config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host, record=info.record)
         _ = run.config  # refused here if this version does not understand it
         return run
+    assert options.run is not None
     run_file = read_run_file(options.run)
     paths = run_file.paths.overridden_by(options)
     if run_file.config_bytes is not None:
         return KnownRun(config_bytes=run_file.config_bytes, paths=paths)
-    given = getattr(options, "model", None)
-    overrides, _ = with_model({} if given is None else {"model": given})
+    overrides, _ = with_model({} if options.model is None else {"model": options.model})
     config = create_run(build_config(run_file, overrides), paths)
     if config.frozen:
         from models.registry import factory_of
@@ -106,7 +109,7 @@ def _note_contacts(state_dir: Path, told: Sequence[Address]) -> None:
         file.save(list(dict.fromkeys([*told, *file.load()])))
 
 
-async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerContext, KnownRun]:
+async def compose(options: PeerOptions, *, max_inflight_bytes: int) -> tuple[PeerContext, KnownRun]:
     """Bind the port, find the run, load the identity. Nothing is served yet.
 
     Raises:

@@ -59,9 +59,9 @@ def test_a_model_is_not_written_among_a_runs_state(mark: str, tmp_path: Path, ca
 @pytest.mark.parametrize("how", ["print('x' * 10**6)", "console().print('x' * 100)", "print('x')"])
 def test_who_stops_reading_ends_a_launcher_quietly(how: str) -> None:
     code = (
-        "import sys; from argparse import Namespace; from launch.processes.logs import console; "
+        "import sys; from launch.options import OutputOptions; from launch.processes.logs import console; "
         "from launch.processes.runner import main_of; "
-        "options = Namespace(log_format='text', log_level='info', quiet=False); "
+        "options = OutputOptions(log_format='text', log_level='info', quiet=False); "
         f"sys.exit(main_of('p', lambda words: options, lambda *_: {how} or 0, []))"
     )
     reader, writer = os.pipe()

@@ -24,8 +24,8 @@ def resolve(*argv: str):
     return resolve_plan(parse(list(argv)))
 
 
-def test_without_anything_the_run_is_the_preset() -> None:
-    config, plan = resolve("--preset", "tiny")
+def test_without_anything_the_run_has_the_defaults() -> None:
+    config, plan = resolve()
     assert config == RunConfig()
     assert (plan.peers_per_stage, plan.trainers) == (2, 1)
 

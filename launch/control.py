@@ -63,11 +63,10 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
         SwarmError: nobody answers, nobody coordinates, or it is refused; the text says why.
     """
     from swarm.base.config import run_id_of
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.visitor import visiting
     from swarm.wire.messages import Hello, Operate, Operated, Refusal, RunInfo
 
-    transport = HttpTransport(connect_s=timeout_s)
-    try:
+    async with visiting(connect_s=timeout_s) as transport:
         info = await answer_of(transport, address, Hello(), timeout_s=timeout_s)
         if not isinstance(info, RunInfo):
             raise SwarmError(f"{address} is no peer of a run")
@@ -78,8 +77,6 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
                 raise SwarmError(f"{address} knows no coordinator: is a backbone or a trainer of the run up?")
             there = Address(info.coordinator.host, info.coordinator.port)
             reply = await answer_of(transport, there, request, timeout_s=timeout_s)
-    finally:
-        await transport.close()
     if isinstance(reply, Refusal) and reply.code == "bad_request":
         raise ConfigError(reply.reason)
     if not isinstance(reply, Operated):

@@ -135,22 +135,19 @@ def _from_checkpoints(options: ExportOptions) -> Exported:
 
 
 async def _from_peers(options: ExportOptions, address: Address) -> Exported:
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.visitor import visiting
     from swarm.peer.joining import fetch_run
     from swarm.peer.stage.live_state import fetch_parameters
 
     if options.step is not None or options.best:
         raise ConfigError("--step and --best choose among checkpoints: a live run has its newest head only")
-    transport = HttpTransport()
-    try:
+    async with visiting() as transport:
         info = await fetch_run(transport, address, deadline_s=options.join_timeout)
         config = parse_config_bytes(info.config.encode())
         factory = _factory(options, config)
         record, parameters = await fetch_parameters(
             transport, info, config, factory, deadline_s=options.join_timeout, rng=random.Random()
         )
-    finally:
-        await transport.close()
     return config, parameters, record.step + 1, record.version_id
 
 

@@ -50,16 +50,17 @@ async def answer_of(transport: Transport, address: Address, message: Message, *,
     Raises:
         SwarmError: nothing in time; the text names the address.
     """
-    from swarm.wire.framing import Frame
+    from swarm.net.visitor import answer_or_error
 
-    try:
-        async with asyncio.timeout(timeout_s):
-            return (await transport.call(address, Frame(message), stall_s=timeout_s)).message
-    except TimeoutError:
-        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)") from None
-    except Unreachable as error:
+    answer = await answer_or_error(transport, address, message, timeout_s=timeout_s)
+    if isinstance(answer, TimeoutError):
+        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)")
+    if isinstance(answer, Unreachable):
         hint = "name a peer of the run that is up; launchers print where theirs serve"
-        raise SwarmError(f"nobody can be reached at {address} ({error}): {hint}") from None
+        raise SwarmError(f"nobody can be reached at {address} ({answer}): {hint}")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 async def ask(transport: Transport, address: Address, *, timeout_s: float) -> StatusReply:
@@ -82,22 +83,19 @@ async def ask_all(address: Address, *, timeout_s: float) -> tuple[StatusReply, d
     Raises:
         SwarmError: the first peer does not answer.
     """
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.visitor import visiting
 
-    transport = HttpTransport(connect_s=timeout_s)
+    async with visiting(connect_s=timeout_s) as transport:
 
-    async def one(other: Address) -> StatusReply | str:
-        try:
-            return await ask(transport, other, timeout_s=timeout_s)
-        except SwarmError as error:
-            return str(error)
+        async def one(other: Address) -> StatusReply | str:
+            try:
+                return await ask(transport, other, timeout_s=timeout_s)
+            except SwarmError as error:
+                return str(error)
 
-    try:
         first = await ask(transport, address, timeout_s=timeout_s)
         others = list(dict.fromkeys(Address(m.host, m.port) for members in first.stages for m in members))
         return first, dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
-    finally:
-        await transport.close()
 
 
 def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Table:

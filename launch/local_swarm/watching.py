@@ -27,18 +27,15 @@ async def watch_peers(picture: Picture, children: Mapping[str, Child], serving: 
         children: may grow meanwhile.
         serving: where each serves, once it does.
     """
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.visitor import visiting
 
-    transport = HttpTransport(connect_s=_ASK_TIMEOUT_S)
-    try:
+    async with visiting(connect_s=_ASK_TIMEOUT_S) as transport:
         while True:
             names = [name for name, child in children.items() if child.alive and serving[name].done()]
             await asyncio.gather(
                 *(_look(transport, serving[name].result(), picture.rows[name], children[name]) for name in names)
             )
             await asyncio.sleep(_ASK_EVERY_S)
-    finally:
-        await transport.close()
 
 
 async def _look(transport: Transport, address: Address, row: Row, child: Child) -> None:

@@ -29,6 +29,8 @@ from swarm.net.identity import Identity
 from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.ports import bind_tcp_and_udp
+from swarm.net.transport import Transport
+from swarm.net.visitor import visiting
 from swarm.peer.context import PeerContext
 from swarm.peer.joining import Contacts, fetch_run, require_alone
 from swarm.wire.messages import CommitRecord
@@ -56,7 +58,7 @@ class KnownRun:
         return parse_config_bytes(self.config_bytes)
 
 
-async def find_run(options: PeerOptions, transport: HttpTransport, kept: KeptRun | None = None) -> KnownRun:
+async def find_run(options: PeerOptions, transport: Transport, kept: KeptRun | None = None) -> KnownRun:
     """Create the run of `--run`, or fetch that of `--join`; where nobody answers, go on with the one that was `kept`.
 
     Raises:
@@ -121,24 +123,22 @@ async def compose(options: PeerOptions, *, max_inflight_bytes: int) -> tuple[Pee
     state_dir: Path | None = options.state_dir
     is_claimed, kept = await asyncio.to_thread(_taken_up, state_dir)
     tcp, udp, port = _bind(options.host, options.port, kept)
-    asker = HttpTransport()
     try:
-        run = await find_run(options, asker, kept)
-        if state_dir is not None and not is_claimed:
-            await asyncio.to_thread(claim_directory, state_dir)
-        if state_dir is not None:
-            _note_contacts(state_dir, run.bootstrap)
-        identity = _identity(state_dir)
-        timing = run.config.timing
-        advertise_host = options.public_host or _reachable_host(options.host, run.seen_host)
-        own = Address(advertise_host, options.public_port or port)
-        await require_alone(asker, identity.peer_id, run.record, own=own, deadline_s=timing.request_s / 2)
+        async with visiting() as asker:
+            run = await find_run(options, asker, kept)
+            if state_dir is not None and not is_claimed:
+                await asyncio.to_thread(claim_directory, state_dir)
+            if state_dir is not None:
+                _note_contacts(state_dir, run.bootstrap)
+            identity = _identity(state_dir)
+            timing = run.config.timing
+            advertise_host = options.public_host or _reachable_host(options.host, run.seen_host)
+            own = Address(advertise_host, options.public_port or port)
+            await require_alone(asker, identity.peer_id, run.record, own=own, deadline_s=timing.request_s / 2)
     except BaseException:
         tcp.close()
         udp.close()
         raise
-    finally:
-        await asker.close()
     context = PeerContext(
         config=run.config,
         config_bytes=run.config_bytes,

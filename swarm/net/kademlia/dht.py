@@ -115,10 +115,8 @@ class KademliaDht(Dht):
             raise ValueError(str(error)) from None
         return await self._running.set(key, record)
 
-    async def lookup(self, key: str, *, sample: int | None = None) -> list[PeerRecord]:
-        if sample is None:
-            return await self._running.get(key)
-        return await self._running.lookups.sample(key, sample)
+    async def lookup(self, key: str) -> list[PeerRecord]:
+        return await self._running.get(key)
 
     def contacts(self) -> list[Address]:
         router = self._running.protocol.router

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +45,6 @@ class RecordProtocol(KademliaProtocol):
         ksize: contacts in a bucket and in a reply.
         private_key: proves that this node's id is its own.
         timing: deadlines.
-        rng: chooses samples.
         counters: what happened, by name.
         on_contact: called with every contact that is new or has moved.
     """
@@ -63,7 +61,6 @@ class RecordProtocol(KademliaProtocol):
         *,
         private_key: Ed25519PrivateKey,
         timing: RpcTiming,
-        rng: random.Random,
         counters: Counter[str],
         on_contact: Callable[[Contact], None],
     ) -> None:
@@ -79,7 +76,7 @@ class RecordProtocol(KademliaProtocol):
         self._counters = counters
         self._on_contact = on_contact
         self._probes: set[tuple[bytes, str, int]] = set()
-        answers = Answers(self.router, storage, now=self._loop.time, rng=rng, counters=counters)
+        answers = Answers(self.router, storage, now=self._loop.time, counters=counters)
         self._handlers = answers.handlers()
         #: Requests that failed lately.
         self._overdue: OrderedDict[bytes, Call] = OrderedDict()
@@ -293,9 +290,6 @@ class RecordProtocol(KademliaProtocol):
 
     def call_find_value(self, node_to_ask: Node, key: str, after: bytes, *, with_nodes: bool) -> ReplyFuture:
         return self.request(node_to_ask, "find_value", key, after, with_nodes)
-
-    def call_sample(self, node_to_ask: Node, key: str, *, with_nodes: bool) -> ReplyFuture:
-        return self.request(node_to_ask, "sample", key, with_nodes)
 
     def call_store(self, node_to_ask: Node, key: str, value: tuple[SignedRecord, float]) -> ReplyFuture:
         return self.request(node_to_ask, "store", key, wire.pack_record(*value))

@@ -68,7 +68,7 @@ class RecordServer(Server):
         private_key: its public half determines the node id.
         replication: nodes that a record is stored at and asked for.
         storage, verifier, counters: shared with the protocol.
-        rng: spreads refreshes in time and draws samples; no safety rests on it.
+        rng: spreads refreshes in time; no safety rests on it.
         on_refresh: called after every refresh of the contacts.
     """
 
@@ -112,7 +112,6 @@ class RecordServer(Server):
             self.ksize,
             private_key=self._private_key,
             timing=self._timing.rpc,
-            rng=self._rng,
             counters=self._counters,
             on_contact=self._on_contact,
         )
@@ -130,7 +129,6 @@ class RecordServer(Server):
             self.protocol,
             verifier=self._verifier,
             counters=self._counters,
-            rng=self._rng,
             replication=self._replication,
             alpha=self.alpha,
             slow_s=self._timing.slow_s,

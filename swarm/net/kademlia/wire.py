@@ -11,7 +11,6 @@ of None says: ask again with this token.
     ping()                              -> the asker's address as seen here
     find_node(target id)                -> [contact, ...], nearest first
     find_value(key, after, with_nodes)  -> [[contact, ...], [record, ...], more]: records of peers above `after`
-    sample(key, with_nodes)             -> [[contact, ...], [record, ...], held]: records of random ones of `held` peers
     store(key, record)                  -> "" or the reason for refusing
 
 A contact is id, IP (4 or 16 bytes) and port, packed; a record is `[public key, payload, signature, remaining ms]`.
@@ -68,15 +67,6 @@ class Answer(NamedTuple):
     node_id: bytes
     token: bytes
     body: Any
-
-
-class Sample(NamedTuple):
-    """A reply to `sample`."""
-
-    nodes: list[Node]
-    records: list[tuple[SignedRecord, float]]
-    #: Peers that the answerer holds a record of.
-    num_held: int
 
 
 class Page(NamedTuple):
@@ -162,13 +152,6 @@ def unpack_page(data: Any) -> Page:
     if type(data) is not list or len(data) != 3 or type(data[1]) is not list or type(data[2]) is not bool:
         raise Malformed("malformed_page")
     return Page(unpack_nodes(data[0]), [unpack_record(record) for record in data[1]], data[2])
-
-
-def unpack_sample(data: Any) -> Sample:
-    """Raises Malformed."""
-    if type(data) is not list or len(data) != 3 or type(data[1]) is not list or type(data[2]) is not int or data[2] < 0:
-        raise Malformed("malformed_page")
-    return Sample(unpack_nodes(data[0]), [unpack_record(record) for record in data[1]], data[2])
 
 
 def pack_request(name: str, token: bytes, prove: bool, sender_id: bytes, args: tuple[Any, ...], pad_to: int) -> bytes:

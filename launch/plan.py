@@ -136,7 +136,7 @@ def serve(options: PlanOptions, argv: list[str], reports: Reports) -> int:
         return EXIT_DONE
     out = console(highlight=False)
     if not out.is_terminal:
-        out.width = 120
+        out = console(highlight=False, width=120)
     out.print(table_of(config, rows, options.peer_memory))
     for line in verdict(rows, options.peer_memory, reason):
         out.print(line, soft_wrap=True)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.local_swarm.plan import RUN_FILE
@@ -26,6 +26,14 @@ class Kept:
         #: Why the last checkpoint that a disk refused was not written.
         self.refused = ""
         self._damaged: set[str] = set()
+
+    def check(self, name: str, steps: Sequence[int]) -> None:
+        """Note the steps of the checkpoints that process `name` has read to their end."""
+        self.intact[name] = frozenset(steps)
+
+    def refuse(self, why: str) -> None:
+        """Note why a disk refused the last checkpoint."""
+        self.refused = why
 
     def is_news(self, damage: str) -> bool:
         """Note what is wrong with a checkpoint; True for the first time."""

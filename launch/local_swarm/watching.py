@@ -45,7 +45,7 @@ async def _look(transport: Transport, address: Address, row: Row, child: Child) 
         state = "silent"
     else:
         state = status.state
-        row.step, in_flight = status.step if status.step >= 0 else None, status.detail.get("in_flight")
-        row.in_flight = in_flight if isinstance(in_flight, int) else None
+        in_flight = status.detail.get("in_flight")
+        row.work(status.step if status.step >= 0 else None, in_flight if isinstance(in_flight, int) else None)
     if child.alive:
-        row.state = state
+        row.look(state)

@@ -48,6 +48,14 @@ class Known:
     #: Datagrams taken for lost since the last answer.
     num_lost: int = 0
 
+    def take_token(self, token: bytes) -> None:
+        """Show `token` to the node here with the next requests."""
+        self.token = token
+
+    def belong_to(self, node_id: bytes) -> None:
+        """Note whose key was proven here; empty if it is to be proven again."""
+        self.node_id = node_id
+
     def observe(self, seconds: float, now: float) -> None:
         self.num_lost = 0
         if self.round_trip_s is None:

@@ -32,8 +32,6 @@ _MAX_PROBES = 256
 _MAX_OVERDUE = 1024
 #: A request fails at the earliest after so many times what a lost datagram is detected after: all may be slow.
 _TIMEOUT = 3
-#: Once for a token, once for a proof.
-_MAX_RENEWALS = 2
 
 
 class RecordProtocol(KademliaProtocol):
@@ -137,7 +135,7 @@ class RecordProtocol(KademliaProtocol):
         known = self.known.of((call.node.ip, call.node.port))
         wants_proof = not known.node_id or call.node.id not in (b"", known.node_id)
         pad_to = wire.LONG_REQUEST_BYTES if call.name in LONG_ANSWERS else wire.SHORT_REQUEST_BYTES
-        call.content = wire.pack_request(call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to)
+        call.write(wire.pack_request(call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to))
 
     def _transmit(self, call_id: bytes) -> None:
         call = self._outstanding[call_id]
@@ -154,37 +152,27 @@ class RecordProtocol(KademliaProtocol):
         fails_at = max(now, call.started_at + max(self._timing.timeout_s, _TIMEOUT * lost_after_s))
         again_at = now + lost_after_s * 2**attempt
         if attempt + 1 >= call.max_transmissions or again_at >= fails_at:
-            self._arm(call, fails_at, self._timeout, call_id)
+            call.arm(self._loop, fails_at, self._timeout, call_id)
         else:
-            self._arm(call, again_at, self._transmit, call_id)
+            call.arm(self._loop, again_at, self._transmit, call_id)
         datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
         self.socket.send(datagram, (call.node.ip, call.node.port))
-
-    def _arm(self, call: Call, due_at: float, then: Callable[[bytes], None], call_id: bytes) -> None:
-        call.due_at = due_at
-        call.timer = self._loop.call_at(due_at, then, call_id)
 
     def _has_stalled(self, call_id: bytes, call: Call, then: Callable[[bytes], None]) -> bool:
         """Whether a timer came so late that this process itself stood still: the answer may be waiting to be read."""
         now = self._loop.time()
-        if call.due_at is None or call.has_stalled or now - call.due_at < self._timing.least_wait_s:
+        if not call.has_stood_still(now, self._timing.least_wait_s):
             return False
-        call.has_stalled = True
         self._counters["own_stalls"] += 1
-        self._arm(call, now + self._timing.least_wait_s, then, call_id)
+        call.arm(self._loop, now + self._timing.least_wait_s, then, call_id)
         return True
 
     def _renew(self, call_id: bytes, call: Call) -> None:
         """Ask again at once, with what was learned of the address; a node that is never content gets no answer."""
-        call.renewals += 1
-        if call.renewals > _MAX_RENEWALS:
+        if not call.renew():
             self._finish(call_id, call, None)
             return
-        if call.timer is not None:
-            call.timer.cancel()
-        call.due_at = None
         self._counters["renewed_requests"] += 1
-        call.max_transmissions += 1
         self._write(call)
         self._transmit(call_id)
 
@@ -214,8 +202,8 @@ class RecordProtocol(KademliaProtocol):
 
     def _forget(self, message_id: bytes) -> None:
         call = self._outstanding.pop(message_id, None)
-        if call is not None and call.timer is not None:
-            call.timer.cancel()
+        if call is not None:
+            call.disarm()
 
     def _accept_answer(self, kind: bytes, message_id: bytes, content: bytes) -> None:
         call_id, attempt = message_id[: wire.CALL_ID_BYTES], message_id[-1]
@@ -230,13 +218,13 @@ class RecordProtocol(KademliaProtocol):
         answer = wire.unpack_answer(content)
         home = (call.node.ip, call.node.port)
         known = self.known.of(home)
-        known.token = answer.token
+        known.take_token(answer.token)
         self.known.observe(home, self._loop.time() - call.sent_at[attempt])
         if answer.body is None:
             self._renew(call_id, call)
             return
         if known.node_id != answer.node_id:
-            known.node_id = b""
+            known.belong_to(b"")
             if not proof:
                 self._renew(call_id, call)
                 return
@@ -245,7 +233,7 @@ class RecordProtocol(KademliaProtocol):
                 self._finish(call_id, call, None)
                 return
             self._counters["proven_ids"] += 1
-            known.node_id = answer.node_id
+            known.belong_to(answer.node_id)
         self._accept_proven(call_id, call, answer)
 
     def _accept_overdue(self, call_id: bytes, attempt: int, content: bytes) -> None:

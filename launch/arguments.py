@@ -27,6 +27,8 @@ EXIT_USAGE = 2
 #: Of one kind, for each stage or in all.
 MAX_PROCESSES = 1024
 MAX_THREADS = 1024
+#: As `LEAST_IN_FLIGHT_BYTES` of `swarm/stage/memory_plan.py`, which imports torch.
+LEAST_MEMORY_BYTES = 2**24
 
 _HOST = re.compile(r"(?=.{1,253}\.?\Z)\w([\w-]{0,61}\w)?(\.\w([\w-]{0,61}\w)?)*\.?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
@@ -89,6 +91,14 @@ def size_bytes(text: str) -> int:
     size = int(float(match.group(1)) * _SIZE_UNITS.get(match.group(2).lower().removesuffix("b"), 0)) if match else 0
     if not size:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 4GiB or 500MB")
+    return size
+
+
+def memory_size(text: str) -> int:
+    """A size that leaves room for the micro-batches of the smallest stage."""
+    size = size_bytes(text)
+    if size < LEAST_MEMORY_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is too little for any stage: micro-batches alone need 16MiB")
     return size
 
 

@@ -15,6 +15,7 @@ from launch.arguments import (
     device_name,
     existing_path,
     local_path,
+    memory_size,
     non_empty,
     port_number,
     process_count,
@@ -112,7 +113,7 @@ def parse(argv: Sequence[str]) -> LocalOptions:
     group.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        type=size_bytes,
+        type=memory_size,
         default=None,
         help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "
         "is refused before it is allocated (default: its part of 80 %% of what is free)",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import LaunchParser, auto_or_count, device_name, size_bytes, thread_count
+from launch.arguments import LaunchParser, auto_or_count, device_name, memory_size, thread_count
 from launch.options import PeerOptions, add_model_option, add_network_options, add_output_options, add_run_options
 from launch.processes.lifeline import die_with_parent
 from launch.processes.logs import Announcer
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str]) -> StageOptions:
     group.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        type=size_bytes,
+        type=memory_size,
         default=None,
         help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
         "is refused before it is allocated (default: 80 %% of what is free)",
@@ -140,13 +140,12 @@ def supervise(options: StageOptions, argv: list[str], reports: Reports) -> int:
 
 
 def serve(options: StageOptions, argv: list[str], reports: Reports) -> int:
-    from launch.processes.devices import available_memory
     from launch.run.composing import announce, compose, retitle
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
     async def build() -> tuple[StagePeer, Callable[[], None]]:
-        context, run = await compose(options, max_inflight_bytes=options.memory_limit or available_memory() // 4)
+        context, run = await compose(options, max_inflight_bytes=request_bytes(options.memory_limit, options.device))
         build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model, reports)
         stage = await _choose(options, context, device, flops_per_s)
         peer = build(stage)
@@ -168,6 +167,20 @@ def serve(options: StageOptions, argv: list[str], reports: Reports) -> int:
         )
 
     return run_peer(build, serves_until_stopped=True)
+
+
+def request_bytes(memory_limit: int | None, device: str) -> int:
+    """Bytes of requests that are held at once, in main memory. `memory_limit` counts on the CPU alone: a GPU's is another memory.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    from launch.processes.devices import available_memory, before_importing_torch, resolve_device
+
+    if memory_limit is not None and device == "auto":
+        before_importing_torch()
+        device = resolve_device(device)
+    return memory_limit if memory_limit is not None and device == "cpu" else available_memory() // 4
 
 
 def _with_stage(argv: Sequence[str], stage: int) -> list[str]:

@@ -115,7 +115,7 @@ def bytes_under_way(peer_dir: Path, pid: int) -> int:
 
 
 def require_own(state_dir: Path, run: RunId) -> None:
-    """A directory whose run file is gone goes on with the run whose checkpoints it holds, and no other.
+    """A directory whose run file is gone, or was changed, goes on with the run whose checkpoints it holds, and no other.
 
     Raises:
         ConfigError: it holds a checkpoint of another run.
@@ -123,6 +123,11 @@ def require_own(state_dir: Path, run: RunId) -> None:
     for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             found = str(json.loads(description.read_text())["record"]["run"])
+            if found != run and (state_dir / RUN_FILE).exists():
+                raise ConfigError(
+                    f"{state_dir / RUN_FILE} was changed: the checkpoints there are of run {found[:12]}, and this is run "
+                    f"{run[:12]}: put the file back as it was; recut_run begins a new run from them with other options"
+                )
             if found != run:
                 raise ConfigError(
                     f"{state_dir} holds checkpoints of run {found[:12]} and no {RUN_FILE}, and this is run {run[:12]}: give the "

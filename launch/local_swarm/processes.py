@@ -123,8 +123,7 @@ class LocalSwarm:
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
-        else:
-            require_own(plan.state_dir, run_id_of(config_bytes))
+        require_own(plan.state_dir, run_id_of(config_bytes))
         plan.run_file.write_bytes(config_bytes)
         tokenizer = plan.paths.with_tokenizer().tokenizer
         if tokenizer is not None:

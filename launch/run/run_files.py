@@ -5,6 +5,7 @@ Owns precedence (command line over file over defaults) and the local paths, whic
 
 from __future__ import annotations
 
+import json
 import logging
 import tomllib
 from collections.abc import Mapping
@@ -253,6 +254,8 @@ def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
         return
     old = parse_config_bytes(stored)
     differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
+    if not differing and set(json.loads(stored)) == set(RunConfig.model_fields):
+        raise ConfigError(f"{where}: the run's configuration there was changed by hand: put the file back as it was")
     what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
     raise ConfigError(
         f"{where} holds {what}: give the options that it has or none to go on with it, or choose another "

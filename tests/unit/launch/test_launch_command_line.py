@@ -130,6 +130,7 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
             ["--join", "h:1", "--memory-limit", "-1GiB"],
             "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB",
         ),
+        ("launch_local", ["--memory-limit", "10"], "--memory-limit: '10' is too little for any stage"),
         ("launch_local", ["--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
         ("launch_local", ["--trainers", "1025"], "--trainers: 1025 is more than 1024"),
     ],

@@ -58,6 +58,7 @@ class LaunchParser(argparse.ArgumentParser):
         return options(**vars(self.parse_args(_with_values([dashed(word) for word in argv]))))
 
     def error(self, message: str) -> NoReturn:
+        """Print `message` as one line and exit with `EXIT_USAGE`."""
         message = message.replace("argument ", "", 1) if message.startswith("argument ") else message
         message = message.replace("unrecognized arguments:", "unknown option:")
         self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
@@ -103,6 +104,7 @@ def memory_size(text: str) -> int:
 
 
 def peer_address(text: str) -> Address:
+    """`HOST:PORT` of a peer."""
     try:
         address = parse_address(text)
     except ValueError as error:
@@ -125,40 +127,47 @@ def host_name(text: str) -> str:
 
 
 def port_number(text: str) -> int:
+    """A port; 0 lets the system choose."""
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port in 0..65535")
     return int(text)
 
 
 def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def process_count(text: str) -> int:
+    """A number of processes, at most `MAX_PROCESSES`."""
     if positive_int(text) > MAX_PROCESSES:
         raise argparse.ArgumentTypeError(f"{text} is more than {MAX_PROCESSES}, the most that is started on one machine")
     return int(text)
 
 
 def thread_count(text: str) -> int:
+    """A number of threads, at most `MAX_THREADS`."""
     if positive_int(text) > MAX_THREADS:
         raise argparse.ArgumentTypeError(f"{text} is more than {MAX_THREADS}, the most that one process computes with")
     return int(text)
 
 
 def count(text: str) -> int:
+    """A whole number of at least 0."""
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def positive_seconds(text: str) -> float:
+    """A time above 0, in seconds."""
     return _positive(text, "number of seconds")
 
 
 def positive_number(text: str) -> float:
+    """A number above 0."""
     return _positive(text, "number")
 
 
@@ -173,10 +182,12 @@ def _positive(text: str, what: str) -> float:
 
 
 def auto_or_count(text: str) -> int | None:
+    """A whole number, or None for `auto`."""
     return None if text == "auto" else count(text)
 
 
 def auto_or_micro_batches(text: str) -> int | None:
+    """A number of micro-batches under way, or None for `auto`."""
     number = None if text == "auto" else positive_int(text)
     if number is not None and number > MAX_TICKETS:
         raise argparse.ArgumentTypeError(f"{number} micro-batches are more than a step has at most, {MAX_TICKETS}")
@@ -184,12 +195,14 @@ def auto_or_micro_batches(text: str) -> int | None:
 
 
 def device_name(text: str) -> str:
+    """`auto`, `cpu` or `cuda:N`; `cuda` is the first one."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is none of auto, cpu, cuda:N")
     return "cuda:0" if text == "cuda" else text
 
 
 def existing_path(text: str) -> Path:
+    """The path of something that exists."""
     path = local_path(text)
     if not path.exists():
         raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
@@ -202,6 +215,7 @@ def data_source(text: str) -> str:
 
 
 def output_directory(text: str) -> Path:
+    """The path of a directory, which need not exist."""
     path = local_path(text)
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no directory: name one, or a new one")
@@ -209,12 +223,14 @@ def output_directory(text: str) -> Path:
 
 
 def non_empty(text: str) -> str:
+    """Text that is not empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
     return text
 
 
 def local_path(text: str) -> Path:
+    """A path; `~` is the user's home."""
     if not text:  # `Path` takes it for the current directory
         raise argparse.ArgumentTypeError("'' is no path; the current directory is .")
     return Path(text).expanduser()

@@ -57,6 +57,7 @@ def parse(argv: Sequence[str]) -> BackboneOptions:
 
 
 def serve(options: BackboneOptions, argv: list[str], reports: Reports) -> int:
+    """Serve as a backbone until a signal comes. Returns the exit code."""
     from launch.run.composing import announce, compose
     from swarm.peer.backbone import Backbone
 
@@ -89,6 +90,7 @@ def _aggregator(config: RunConfig, limit_bytes: int) -> Callable[[Link], Aggrega
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

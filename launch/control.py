@@ -85,6 +85,7 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
 
 
 def serve(options: ControlOptions, argv: list[str], reports: Reports) -> int:
+    """Tell the run what to do, and print what it answers."""
     if options.at_step is not None and options.action != "stop":
         raise ConfigError("--at-step goes with stop only")
     step, text = asyncio.run(operate(options.address, options.action, at_step=options.at_step, timeout_s=options.timeout))
@@ -93,6 +94,7 @@ def serve(options: ControlOptions, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

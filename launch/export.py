@@ -96,6 +96,7 @@ def parse(argv: Sequence[str]) -> ExportOptions:
 
 
 def serve(options: ExportOptions, argv: list[str], reports: Reports) -> int:
+    """Write the model."""
     if is_state_directory(options.out):
         raise ConfigError(f"--out {options.out} is a state directory: name another, such as {options.out / 'exported'}")
     if options.join is not None:
@@ -196,6 +197,7 @@ def _tokenizer(options: ExportOptions) -> Path | None:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -226,6 +226,7 @@ def _fresh_directory(name: str) -> Path:
 
 
 def serve(options: LocalOptions, argv: list[str], reports: Reports) -> int:
+    """Run the swarm to its end. Returns the exit code."""
     config, plan = resolve_plan(options)
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
     plain = options.plain or options.quiet or options.log_format == "json"
@@ -244,6 +245,7 @@ def serve(options: LocalOptions, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -48,6 +48,7 @@ class OutputOptions:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """How the command speaks."""
     group = parser.add_argument_group("output")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="lines for people or JSON objects")
     group.add_argument(
@@ -96,6 +97,7 @@ class NetworkOptions:
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
+    """Where the peer listens, how others reach it, and where it keeps its state."""
     group = parser.add_argument_group("network and disk")
     group.add_argument("--host", metavar="ADDRESS", type=non_empty, default="0.0.0.0", help="address to listen at; :: is IPv6")
     group.add_argument(
@@ -139,6 +141,7 @@ class DataOptions:
 
 
 def add_data_options(parser: argparse._ActionsContainer) -> None:
+    """Where this machine has the run's data."""
     parser.add_argument(
         "--data",
         metavar="PATH",
@@ -171,6 +174,7 @@ class ModelOptions:
 
 
 def add_model_option(parser: argparse._ActionsContainer) -> None:
+    """Where this machine has the run's model."""
     parser.add_argument(
         "--model",
         metavar="DIR|HUB_ID",

@@ -120,6 +120,7 @@ def _size(num_bytes: int) -> str:
 
 
 def serve(options: PlanOptions, argv: list[str], reports: Reports) -> int:
+    """Print the plan."""
     overrides, place = with_model(options.overrides())
     run_file = read_run_file(options.run) if options.run is not None else None
     if run_file is not None and "model" not in overrides:
@@ -144,6 +145,7 @@ def serve(options: PlanOptions, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -76,6 +76,7 @@ def new_config(old: RunConfig, options: RecutOptions) -> RunConfig:
 
 
 def serve(options: RecutOptions, argv: list[str], reports: Reports) -> int:
+    """Write the new run's directory, and print how it goes on."""
     from models.registry import factory_of
     from swarm.stage.saved.checkpoint import StageCheckpoint
     from swarm.stage.saved.fork import fork, step_after
@@ -109,6 +110,7 @@ def serve(options: RecutOptions, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -111,6 +111,7 @@ def parse(argv: Sequence[str]) -> ReplayOptions:
 
 
 def serve(options: ReplayOptions, argv: list[str], reports: Reports) -> int:
+    """Compute the ticket again, and print where it differs."""
     from launch.processes.devices import before_importing_torch
 
     before_importing_torch()
@@ -303,6 +304,7 @@ def _number(value: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

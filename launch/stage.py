@@ -140,6 +140,7 @@ def supervise(options: StageOptions, argv: list[str], reports: Reports) -> int:
 
 
 def serve(options: StageOptions, argv: list[str], reports: Reports) -> int:
+    """Serve a stage in this process until a signal comes. Returns the exit code."""
     from launch.run.composing import announce, compose, retitle
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)

@@ -133,6 +133,7 @@ def _known(step: int) -> str:
 
 
 def serve(options: StatusOptions, argv: list[str], reports: Reports) -> int:
+    """Print what the peers know."""
     first, others = asyncio.run(ask_all(options.address, timeout_s=options.timeout))
     if options.log_format == "json":
         replies = [first, *(reply for reply in others.values() if not isinstance(reply, str))]
@@ -150,6 +151,7 @@ def serve(options: StatusOptions, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

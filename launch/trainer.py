@@ -74,6 +74,7 @@ def parse(argv: Sequence[str]) -> TrainerOptions:
 
 
 def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
+    """Feed the run until its last step has committed. Returns the exit code."""
     from launch.run.composing import announce, compose
     from swarm.feed.feed import open_feed
     from swarm.peer.trainer.trainer import Trainer
@@ -126,6 +127,7 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

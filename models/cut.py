@@ -146,6 +146,7 @@ class CausalLMStage(torch.nn.Module):
         return largest
 
     def forward(self, inputs: Tensors, labels: Tensors | None = None) -> Tensors:
+        """Compute the stage: what the next one gets, or the sum of losses and the number of tokens."""
         current = self._crossing(inputs)
         hidden_BTD, router_logits = self._run(current)
         sums: Tensors = {}

@@ -105,9 +105,11 @@ class PlainView:
         return None
 
     def event(self, text: str, **values: Any) -> None:
+        """Print that something happened; as JSON it is joined by `values`."""
         self._announcer.say(text, **values)
 
     def step(self, line: dict[str, Any]) -> None:
+        """Print the line of a step that has committed."""
         self._announcer.line(step_text(line, self._picture.total_steps), **line)
 
     def refresh(self) -> None:
@@ -133,12 +135,15 @@ class LiveView(PlainView):
         self._live.stop()
 
     def event(self, text: str, **values: Any) -> None:
+        """Print above the table that something happened."""
         self._console.print(Text(text))
 
     def step(self, line: dict[str, Any]) -> None:
+        """Redraw the table, which shows the step."""
         self.refresh()
 
     def refresh(self) -> None:
+        """Redraw the table."""
         self._live.update(draw(self._picture), refresh=True)
 
 

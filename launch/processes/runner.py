@@ -37,10 +37,17 @@ _log = logging.getLogger(__name__)
 class RunsUntilStopped(Protocol):
     """What every role of a peer offers to its launcher."""
 
-    async def start(self) -> None: ...
-    async def run(self) -> None: ...
-    async def close(self) -> None: ...
-    def stop(self) -> None: ...
+    async def start(self) -> None:
+        """Begin to serve."""
+
+    async def run(self) -> None:
+        """Return once the work is done, or `stop` was called."""
+
+    async def close(self) -> None:
+        """Stop serving, and give back what is held."""
+
+    def stop(self) -> None:
+        """Have `run` return soon; called on a signal."""
 
 
 def main_of(
@@ -123,6 +130,7 @@ class Stopper:
 
     @contextlib.contextmanager
     def installed(self) -> Any:
+        """Handle the stop signals inside the block."""
         loop = asyncio.get_running_loop()
         heeded = heeded_signals()
         for number in heeded:

@@ -55,6 +55,7 @@ class KnownRun:
 
     @property
     def config(self) -> RunConfig:
+        """The configuration, parsed."""
         return parse_config_bytes(self.config_bytes)
 
 

@@ -38,9 +38,11 @@ class Offenders:
         self._level: OrderedDict[tuple[str, int], tuple[float, float]] = OrderedDict()
 
     def over_limit(self, address: tuple[str, int]) -> bool:
+        """Whether `address` sent so many bad records that it is not served for now."""
         return self._current(address) >= _MAX_OFFENCES
 
     def note(self, address: tuple[str, int]) -> None:
+        """Count a bad record against `address`."""
         self._level[address] = (self._current(address) + 1, self._now())
         self._level.move_to_end(address)
         if len(self._level) > _MAX_OFFENDERS:
@@ -67,12 +69,15 @@ class Answers:
         self._offenders = Offenders(now)
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
+        """The handlers by the name of the question."""
         return {"ping": self.ping, "find_node": self.find_node, "find_value": self.find_value, "store": self.store}
 
     def ping(self, sender: Node) -> bytes:
+        """The address that the question came from."""
         return wire.pack_address(sender.ip, sender.port)
 
     def find_node(self, sender: Node, target: Any) -> list[bytes]:
+        """The contacts nearest to an id, packed."""
         return self._nearest(Node(wire.node_id(target)), sender, self._router.ksize)
 
     def find_value(self, sender: Node, key: Any, after: Any, with_nodes: Any) -> list[Any]:

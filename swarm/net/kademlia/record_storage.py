@@ -124,6 +124,7 @@ class RecordStorage(IStorage):
 
     @property
     def num_keys(self) -> int:
+        """Keys under which records are held."""
         self.expire()
         return len(self._keys)
 
@@ -313,6 +314,7 @@ class RecordStorage(IStorage):
         return list(self._keys[key].held.values())
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The unexpired records under `key`, or `default` if there are none."""
         self.expire()  # only once: a record may expire between two looks at the clock
         records = self._keys.get(key)
         return default if records is None else list(records.held.values())

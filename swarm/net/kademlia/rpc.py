@@ -90,14 +90,17 @@ class RecordProtocol(KademliaProtocol):
         raise AttributeError(name)
 
     def connection_made(self, transport: Any) -> None:
+        """Called by asyncio once the socket is open."""
         super().connection_made(transport)
         self.socket.open(transport)
 
     def error_received(self, exc: Exception) -> None:
+        """Called by asyncio when the system reports an error; it is counted only."""
         self._counters["socket_errors"] += 1
 
     @property
     def num_outstanding(self) -> int:
+        """Requests that wait for an answer."""
         return len(self._outstanding)
 
     def close(self) -> None:
@@ -128,6 +131,7 @@ class RecordProtocol(KademliaProtocol):
         return self.known.lost_after_s((node.ip, node.port))
 
     def seems_dead(self, node: Node) -> bool:
+        """Whether `node` has been silent more often than bad luck explains."""
         return self.known.seems_dead((node.ip, node.port))
 
     def _write(self, call: Call) -> None:
@@ -274,17 +278,21 @@ class RecordProtocol(KademliaProtocol):
         return reply
 
     def call_find_node(self, node_to_ask: Node, node_to_find: Node) -> ReplyFuture:
+        """Ask for the contacts nearest to `node_to_find`."""
         return self.request(node_to_ask, "find_node", node_to_find.id)
 
     def call_find_value(self, node_to_ask: Node, key: str, after: bytes, *, with_nodes: bool) -> ReplyFuture:
+        """Ask for a page of the records under `key`: those of peers above `after`."""
         return self.request(node_to_ask, "find_value", key, after, with_nodes)
 
     def call_store(self, node_to_ask: Node, key: str, value: tuple[SignedRecord, float]) -> ReplyFuture:
+        """Ask to hold a record, for so many seconds, under `key`."""
         return self.request(node_to_ask, "store", key, wire.pack_record(*value))
 
     # Answering
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+        """Called by asyncio with each datagram; one that is malformed is counted and dropped."""
         self._counters["datagrams_in"] += 1
         self._counters["bytes_in"] += len(data)
         try:

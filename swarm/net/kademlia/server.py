@@ -142,6 +142,7 @@ class RecordServer(Server):
             await self.bootstrap(list(addresses))
 
     async def close(self) -> None:
+        """End the upkeep and every request, and close the socket."""
         tasks = [*self._tasks, *self._greetings]
         for task in tasks:
             task.cancel()
@@ -207,6 +208,7 @@ class RecordServer(Server):
         return 1 + await self._store([(node, key, value, left_s) for node in holders])
 
     async def get(self, key: str) -> list[PeerRecord]:
+        """The records under `key`, of this node and the nearest others."""
         return await self.lookups.get(key)
 
     async def _store(self, stores: Sequence[tuple[Node, str, SignedRecord, float]]) -> int:

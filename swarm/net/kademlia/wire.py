@@ -89,6 +89,7 @@ def _ip(packed: bytes) -> str:
 
 
 def pack_address(ip: str, port: int) -> bytes:
+    """IP (4 or 16 bytes) and port (2 bytes)."""
     return _packed_ip(ip) + port.to_bytes(2, "big")
 
 
@@ -103,6 +104,7 @@ def unpack_address(data: Any) -> tuple[str, int]:
 
 
 def pack_node(node: Node) -> bytes:
+    """Id, IP and port of a contact."""
     packed: bytes = node.id + pack_address(node.ip, node.port)
     return packed
 
@@ -134,6 +136,7 @@ def dht_key(data: Any) -> str:
 
 
 def pack_record(signed: SignedRecord, remaining_s: float) -> list[Any]:
+    """The parts of a record, and its remaining life in whole milliseconds."""
     return [signed.public_key, signed.payload, signed.signature, max(0, int(remaining_s * 1000))]
 
 
@@ -175,6 +178,7 @@ def unpack_request(content: bytes) -> Request:
 
 
 def pack_answer(node_id: bytes, token: bytes, body: Any) -> bytes:
+    """The content of a reply, without a proof."""
     content: bytes = umsgpack.packb([node_id, token, body])
     return content
 

@@ -30,7 +30,7 @@ from launch.options import (
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
-from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
+from launch.replay_devices import TOLERANCES, StageDevice, kinds_text, places, tolerance_between
 from launch.run.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
 from launch.run.ticket_files import RecordedTicket, recorded
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
@@ -165,7 +165,7 @@ def _config_bytes(options: ReplayOptions) -> bytes:
     return found[0].config_bytes
 
 
-def _places(options: ReplayOptions, ticket: RecordedTicket) -> list[Place]:
+def _places(options: ReplayOptions, ticket: RecordedTicket) -> list[StageDevice]:
     """Where each stage is computed here."""
     from launch.processes.devices import resolve_device
 
@@ -180,7 +180,7 @@ def _replayed(
     config_bytes: bytes,
     checkpoints: Checkpoints,
     ticket: RecordedTicket,
-    where: Sequence[Place],
+    where: Sequence[StageDevice],
 ) -> Replayed:
     import torch
 
@@ -199,7 +199,7 @@ def _replayed(
 
 
 def _stages(
-    options: ReplayOptions, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, where: Sequence[Place]
+    options: ReplayOptions, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, where: Sequence[StageDevice]
 ) -> Callable[[int], tuple[StageCompute, Version]]:
     """What makes a stage with the parameters that the ticket used."""
     from models.registry import factory_of

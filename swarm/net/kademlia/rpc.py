@@ -258,7 +258,7 @@ class RecordProtocol(KademliaProtocol):
         if contact is not None:
             self._on_contact(contact)
 
-    def _accept_proven(self, call_id: bytes, call: Call, answer: wire.Answer) -> None:
+    def _accept_proven(self, call_id: bytes, call: Call, answer: wire.ReplyContent) -> None:
         """The owner of `answer.node_id` lives at the address that was asked."""
         expected = call.node.id in (b"", answer.node_id)
         if not expected and (old := self.router.contact(call.node.id)) is not None and old.same_home_as(call.node):

@@ -61,7 +61,7 @@ class Request(NamedTuple):
     args: list[Any]
 
 
-class Answer(NamedTuple):
+class ReplyContent(NamedTuple):
     """A reply as it came; `body` is not checked yet."""
 
     node_id: bytes
@@ -183,12 +183,12 @@ def pack_answer(node_id: bytes, token: bytes, body: Any) -> bytes:
     return content
 
 
-def unpack_answer(content: bytes) -> Answer:
+def unpack_answer(content: bytes) -> ReplyContent:
     """Raises Malformed."""
     data = unpack(content)
     if type(data) is not list or len(data) != 3 or type(data[1]) is not bytes or len(data[1]) != TOKEN_BYTES:
         raise Malformed("malformed_reply")
-    return Answer(node_id(data[0]), data[1], data[2])
+    return ReplyContent(node_id(data[0]), data[1], data[2])
 
 
 def unpack(content: bytes) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from swarm.base.dotted import is_dotted
 from swarm.base.ids import MAX_TICKETS, Address, parse_address
-from swarm.feed.dotted import is_dotted
 
 #: A frozen dataclass.
 Options = TypeVar("Options")

@@ -203,7 +203,9 @@ class ImportOptions:
 def add_import_option(parser: argparse._ActionsContainer) -> None:
     """For commands that read a run from this machine's disk, whose configuration may name its owner's code."""
     parser.add_argument(
-        "--allow-import", action="store_true", help="import the run's own model if it names one as package.module:factory"
+        "--allow-import",
+        action="store_true",
+        help="import the run's own model, optimizer and compressor if it names them as package.module:name",
     )
 
 
@@ -294,6 +296,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
         return "|".join(TIMING_PRESETS)
     if get_origin(field.annotation) is Literal:
         return "|".join(map(str, get_args(field.annotation)))
+    if field.examples:
+        return "|".join(field.examples)
     if get_origin(field.annotation) is dict:
         return "JSON"
     kinds: dict[Any, str] = {int: "N", float: "X", bool: "true|false"}

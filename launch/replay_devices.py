@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from swarm.base.choices import ROUNDING
+
 #: Norms that differ by less, relatively, are the same on devices of one kind: another order of a sum makes so much.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
-#: Between kinds: a number near the middle of two codes is coded as either, and so differs by the code's step at most.
-#: These are the relative errors of one rounding.
-_WIRES = {"none": 0.0, "fp16": 2e-4, "bf16": 2e-3, "8bit": 6.4e-3}
 _TF32 = "-tf32"
 _UNTOLD = "a kind that is not told"
 
@@ -53,8 +52,8 @@ def tolerance_between(recorded: Sequence[str | None], here: Sequence[str], *, pr
     """
     tolerance = TOLERANCES[precision]
     different = {kind for pair in zip(recorded, here, strict=True) if pair[0] != pair[1] for kind in pair}
-    if different:
-        tolerance = max(tolerance, _WIRES[compression])
+    if different:  # a number near the middle of two codes is coded as either, and so differs by the code's step at most
+        tolerance = max(tolerance, ROUNDING[compression])
     if precision == "fp32" and any(kind is None or kind.endswith(_TF32) for kind in different):
         tolerance = max(tolerance, TOLERANCES["fp16"])  # whose numbers are as long
     return tolerance

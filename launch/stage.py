@@ -47,8 +47,8 @@ class StageOptions(PeerOptions):
     memory_limit: int | None
     offload_optimizer: bool
     compile: bool
-    #: The dotted path of a model that may be imported.
-    allow_import: str | None
+    #: Dotted paths of what may be imported if the joined run names it.
+    allow_import: list[str]
     no_restart: bool
     #: Of a worker: the pipe to its supervisor, and that one's pid.
     worker_of: list[int] | None
@@ -97,9 +97,10 @@ def parse(argv: Sequence[str]) -> StageOptions:
     )
     group.add_argument(
         "--allow-import",
-        metavar="MODULE:FACTORY",
-        default=None,
-        help="a model of the user's own that this machine may import if the joined run names it",
+        metavar="MODULE:NAME",
+        action="append",
+        default=[],
+        help="the user's own model, optimizer or compressor that this machine may import if the joined run names it; repeatable",
     )
     add_model_option(group)
     add_network_options(parser)
@@ -235,7 +236,7 @@ def _prepare(
     from launch.run.models import weights_for
     from models.registry import factory_of
     from swarm.peer.stage.stage_peer import Machine, StagePeer
-    from swarm.stage.device import compute_thread
+    from swarm.stage.devices import compute_thread
     from swarm.stage.executor import ThreadExecutor, Threads
     from swarm.stage.saved.whole_checkpoint import require_own
 
@@ -243,7 +244,7 @@ def _prepare(
     if options.state_dir is not None:
         require_own(options.state_dir, context.run)
     source = weights_for(context.config, model)
-    may_import = options.run is not None or options.allow_import == context.config.model
+    may_import = options.run is not None or set(context.config.imports.values()) <= set(options.allow_import)
     device = resolve_device(options.device)
     share_interpreter(device)
     if options.offload_optimizer and device == "cpu":
@@ -293,7 +294,7 @@ def _in_flight_bytes(
         ConfigError: the stage does not fit.
     """
     from launch.processes.devices import available_memory
-    from swarm.stage.compute import stage_module
+    from swarm.stage.frozen import stage_module
     from swarm.stage.memory_plan import memory_of, require_main_memory, room_in_flight
     from swarm.stage.module import Outlined
 

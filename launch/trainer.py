@@ -42,6 +42,7 @@ class TrainerOptions(PeerOptions, DataOptions):
     #: None: adapts to what the swarm takes.
     in_flight: int | None
     metrics: Path | None
+    router: str
 
 
 def parse(argv: Sequence[str]) -> TrainerOptions:
@@ -66,6 +67,12 @@ def parse(argv: Sequence[str]) -> TrainerOptions:
         help="micro-batches under way at a time; auto adapts to what the swarm takes",
     )
     group.add_argument(
+        "--router",
+        metavar="NAME|MODULE:NAME",
+        default="iwrr",
+        help="how micro-batches are spread over a stage's peers: iwrr, by their speed, or code of your own",
+    )
+    group.add_argument(
         "--metrics", metavar="FILE", type=local_path, default=None, help="append one JSON line per committed step to this file"
     )
     add_network_options(parser)
@@ -78,6 +85,7 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
     from launch.run.composing import announce, compose
     from swarm.feed.feed import open_feed
     from swarm.peer.trainer.trainer import Trainer
+    from swarm.policy.routers import router_of
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
     metrics = MetricsFile(options.metrics)
@@ -113,6 +121,7 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
             feed=feed,
             num_steps=options.steps,
             in_flight=options.in_flight,
+            router=router_of(options.router),
             on_step=on_step,
             on_evaluation=on_evaluation,
             on_waiting=on_waiting,

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.anatomy import Anatomy
 from swarm.base.config import RunConfig
-from swarm.policy.spans import Load, Loads
+from swarm.policy.spans import LayerLoad, Loads
 from swarm.stage.compute import PRECISION_DTYPES
 from swarm.stage.memory_plan import memory_for
 
@@ -59,8 +59,8 @@ class ModelCost:
     def loads(self, run: RunConfig) -> Loads:
         """Work in FLOPs; bytes of parameters with all that is kept beside them, and of one micro-batch under way."""
 
-        def load(cost: Cost) -> Load:
-            return Load(cost.flops, state_of(cost, run) + kept_of(cost, run))
+        def load(cost: Cost) -> LayerLoad:
+            return LayerLoad(cost.flops, state_of(cost, run) + kept_of(cost, run))
 
         return Loads(tuple(load(cost) for cost in self.layers), load(self.first), load(self.last))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from models.presets import PRESET_OPTIONS
 from swarm.base.config import RunConfig
-from swarm.feed.dotted import is_dotted
+from swarm.base.dotted import is_dotted
 
 #: Types whose packed examples equal them alone.
 SHOWN = frozenset(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from models.presets import PRESETS, PRETRAINED
 from swarm.base.config import RunConfig
+from swarm.base.dotted import import_factory, imported, is_dotted
 from swarm.base.errors import ConfigError
-from swarm.feed.dotted import import_factory, is_dotted
 
 if TYPE_CHECKING:
     from models.files.shards import Source
@@ -20,6 +20,8 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
     Where the run names parameters that are not trained, every stage is outlined to see that there are such. A local run's
     stages share no trained parameter.
 
+    The run's own optimizer and compressor are imported too, for `imported` to find.
+
     Args:
         may_import: False refuses dotted paths. For a configuration that came from the network, pass what the operator
             of this machine agreed to: importing runs code.
@@ -28,9 +30,13 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
     Raises:
         ConfigError: one line: an unknown name, a failed import, a factory of the wrong kind, or unfit options.
     """
-    factory = _made(config, may_import, source)
+    for field, name in config.imports.items():
+        if not may_import:
+            raise ConfigError(f"{field} {name}: this peer may not import it; --allow-import allows it if you trust the code")
+        import_factory(name, field)
+    factory = _made(config, source)
     if config.frozen:
-        from swarm.stage.compute import require_parameters
+        from swarm.stage.frozen import require_parameters
 
         require_parameters(factory, config.frozen)
     if config.mode == "local":
@@ -44,7 +50,7 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
     return factory
 
 
-def _made(config: RunConfig, may_import: bool, source: Source | None) -> StageFactory:
+def _made(config: RunConfig, source: Source | None) -> StageFactory:
     if config.model == PRETRAINED:
         if config.lora is not None:
             from models.lora import LoraFactory
@@ -61,9 +67,7 @@ def _made(config: RunConfig, may_import: bool, source: Source | None) -> StageFa
         raise ConfigError(
             f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory, directory or hub id"
         )
-    if not may_import:
-        raise ConfigError(f"model {config.model}: this peer may not import it; --allow-import allows it if you trust the code")
-    make = import_factory(config.model, "model")
+    make = imported(config.model, "model")
     try:
         factory = make(config)
     except ConfigError:

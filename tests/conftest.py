@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# Tests start more than a hundred Python processes. Each would compile this package for itself, half a second long.
+# Tests start many Python processes. Without bytecode on disk each of them would compile this package for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Of half a million objects that imports and collection made none goes: the collector need not look at them."""
+    """What imports and the collection of tests made stays to the end: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)

@@ -1,4 +1,4 @@
-"""The pages: what they name exists, and their links resolve."""
+"""The pages: what they name exists, their links resolve, and the transcript is what the simulator prints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-from test_layering import ROOT, relative
+
+from swarm.testing.simulation.transcript import story
+from tests.source_trees import ROOT, relative
 
 PAGES = sorted([*ROOT.glob("*.md"), *(page for f in ("docs", "swarm", "models") for page in (ROOT / f).rglob("*.md"))])
 SOURCES = sorted(p for f in ("swarm", "models", "launch", "tests", "benchmarks") for p in (ROOT / f).rglob("*.py"))
 #: Where a path that a page or a comment names may begin.
 BASES = (ROOT, ROOT / "swarm", ROOT / "docs", ROOT / "models", ROOT / "swarm" / "lifecycle", ROOT / "swarm" / "averaging")
+MAX_GLOSSARY = 25
 
 
 def anchor(heading: str) -> str:
@@ -57,3 +60,41 @@ def test_every_file_that_the_pages_name_exists() -> None:
             if not any((base / name).is_file() for base in BASES):
                 wrong.append(f"{relative(page)} names {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_transcript_is_what_the_simulator_prints() -> None:
+    page = (ROOT / "docs" / "follow-one-micro-batch.md").read_text()
+    shown = re.search(r"```transcript\n(.*?)```", page, re.S)
+    assert shown is not None
+    told = "".join(f"{line}\n" for line in story())
+    assert shown[1] == told, "paste the output of `python -m swarm.testing.simulation.transcript` into the page"
+
+
+def test_the_glossary_is_short() -> None:
+    rows = re.findall(r"^\| (?!word|---)", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert 0 < len(rows) <= MAX_GLOSSARY
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s]+)\)", index.read_text())}
+    missing = [relative(page) for page in PAGES if page not in {index, ROOT / "README.md", ROOT / "CHANGELOG.md"} | linked]
+    assert not missing, missing
+
+
+def test_every_command_that_the_pages_show_exists() -> None:
+    """`python -m a.b.c`, as a module of this repository."""
+    wrong = [
+        f"{relative(page)}: {name}"
+        for page in PAGES
+        for name in re.findall(r"python3? -m ((?:swarm|models|launch|benchmarks)(?:\.[a-z]\w*)+)", page.read_text())
+        if not (ROOT / f"{name.replace('.', '/')}.py").is_file()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_script_of_the_measured_table_exists() -> None:
+    scripts = {path.name for path in (ROOT / "benchmarks").rglob("*.py")}
+    named = re.findall(r"`(\w+\.py)[ `]", (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0])
+    assert len(named) > 20
+    assert set(named) <= scripts, set(named) - scripts

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("swarm", "models", "launch")
+from tests.source_trees import PRODUCT, ROOT, parse, product_files, relative
+
 #: A layer imports itself and those before it.
 LAYERS = ("base", "wire", "lifecycle", "policy", "net", "stage", "averaging", "feed", "peer")
 #: Third-party packages that only `swarm/net` may know.
@@ -40,20 +40,6 @@ LAUNCH_ROOMS: dict[str, set[str]] = {"processes": set(), "run": {"processes"}, "
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
-
-
-def product_files(*packages: str) -> list[Path]:
-    """Every module of the product, or of some of its folders. What serves tests alone (`swarm/testing`) is none of it."""
-    paths = (path for package in packages or PRODUCT for path in (ROOT / package).rglob("*.py"))
-    return sorted(path for path in paths if not path.is_relative_to(ROOT / "swarm" / "testing"))
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
 
 
 def imported(tree: ast.AST, name: str = "") -> Iterator[tuple[int, str]]:
@@ -269,8 +255,3 @@ def test_no_module_has_a_vague_name() -> None:
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Manager", "Helper", "Utils"))
     ]
     assert not wrong, f"name the noun that it serves: {wrong}"
-
-
-def test_every_module_says_what_it_owns() -> None:
-    wrong = [relative(path) for path in product_files() if not (ast.get_docstring(parse(path)) or "").strip()]
-    assert not wrong, f"modules without a docstring: {wrong}"

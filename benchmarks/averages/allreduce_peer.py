@@ -33,7 +33,7 @@ from swarm.peer.stage.step_state import OpenSteps
 from swarm.peer.stage.sum_copies import SumCopies
 from swarm.stage.compute import StageCompute
 from swarm.stage.executor import ThreadExecutor, Threads
-from swarm.stage.optimizer import moments_for
+from swarm.stage.optimizers.choice import optimizer_of
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 
 
@@ -88,8 +88,8 @@ async def serve(options: dict[str, Any]) -> None:
     link = Link(context)
     compute = StageCompute(OneParameter(num_elements), 0, precision=config.precision, seed=0)
     threads = Threads(**{name: ThreadExecutor(name) for name in ("compute", "background", "storage")})
-    moments = moments_for(config, compute.layout, dtype=compute.master_dtype, device="cpu")
-    here = StageContext(link, compute, moments, threads, Tasks(), BytesMoved())
+    optimizer = optimizer_of(config, compute.layout, dtype=compute.master_dtype, device="cpu")
+    here = StageContext(link, compute, optimizer, threads, Tasks(), BytesMoved())
     steps = OpenSteps(here)
     held = CommittedState(here, steps, SumCopies(here, steps), SavedStates(here, None))
     member = StageMember(here, held, steps, LoadMeter(here, held), lambda: ())

@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.averages.allreduce import WARM_UP, Swarm, swarm_of
+from benchmarks.averages.allreduce_swarm import WARM_UP, Swarm, swarm_of
 from benchmarks.report import machine, publish
 from swarm.peer.link import together
 from swarm.policy.shares import Reducer, best_shares, time_of

@@ -9,28 +9,25 @@ alone), with nothing to compute (averaging alone), one after the other (`delay_s
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.averages.big_stage import DATA, MODEL, WIDTH
-from benchmarks.network.hops import wait_for_lines
-from benchmarks.report import ROOT, machine, publish
+from benchmarks.report import machine, publish
 from swarm.base.config import RunConfig
+from swarm.testing.launched import Launched
 from swarm.testing.shaped_namespaces import DRIVER, Place, namespaces
 
 FORWARD_PART = 1 / 3
 START_TIMEOUT_S = 120.0
-CLOSE_TIMEOUT_S = 15.0
 #: Micro-batches under way for each peer: one that it computes, others on a link that an average fills.
 IN_FLIGHT = 3
 #: So few weights that their average takes no time.
@@ -62,74 +59,30 @@ def config_of(num_elements: int, compute_s: float, delay_steps: int, options: ar
 
 
 @contextmanager
-def started(config: RunConfig, places: Sequence[Place], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(config: RunConfig, places: Sequence[Place], directory: Path) -> Iterator[Launched]:
     """The whole swarm; yields its trainer. Afterwards no process is left."""
-    (directory / "run.json").write_bytes(config.to_bytes())
-    with socket.create_server((DRIVER, 0)) as probe:
-        port = probe.getsockname()[1]
-    join = ["--join", f"{DRIVER}:{port}"]
-    processes: list[subprocess.Popen[bytes]] = []
+    run, logs = directory / "run.json", itertools.count()
+    run.write_bytes(config.to_bytes())
 
-    def start(role: str, words: Sequence[str], place: Place) -> subprocess.Popen[bytes]:
-        command = [*place.prefix, sys.executable, "-m", f"launch.{role}", *words, "--host", place.host]
-        with (directory / "output").open("ab") as output:
-            processes.append(subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT))
-        return processes[-1]
+    def start(role: str, place: Place, **options: object) -> Launched:
+        log = directory / f"{role}-{next(logs)}"
+        return swarm.enter_context(Launched(f"launch.{role}", log, prefix=place.prefix, host=place.host, **options))
 
-    outside = Place(DRIVER, ())
-    try:
-        backbone = start("backbone", ["--run", str(directory / "run.json"), "--port", str(port)], outside)
-        wait_until_listening(backbone, port, directory)
+    with ExitStack() as swarm:
+        outside = Place(DRIVER, ())
+        join = start("backbone", outside, run=run, log_format="json").address()
+        stage = {"stage": 0, "device": "cpu", "threads": 1, "memory_limit": "1GiB", "allow_import": MODEL, "no_restart": True}
         for place in places:
-            start(
-                "stage",
-                [
-                    *join,
-                    "--stage",
-                    "0",
-                    "--device",
-                    "cpu",
-                    "--threads",
-                    "1",
-                    "--memory-limit",
-                    "1GiB",
-                    "--allow-import",
-                    MODEL,
-                    "--no-restart",
-                ],
-                place,
-            )
-        yield start(
-            "trainer",
-            [*join, "--data", DATA, "--in-flight", str(IN_FLIGHT * len(places)), "--metrics", str(directory / "metrics.jsonl")],
-            outside,
-        )
-    finally:
-        for process in reversed(processes):
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            try:
-                process.wait(CLOSE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def wait_until_listening(process: subprocess.Popen[bytes], port: int, directory: Path) -> None:
-    until = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < until:
-        try:
-            socket.create_connection((DRIVER, port), timeout=1.0).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise SystemExit(f"the backbone does not listen; output: {(directory / 'output').read_text()[-2000:]}")
+            start("stage", place, join=join, **stage)
+        metrics, in_flight = directory / "metrics.jsonl", IN_FLIGHT * len(places)
+        yield start("trainer", outside, join=join, data=DATA, in_flight=in_flight, metrics=metrics)
 
 
 def seconds_of(config: RunConfig, places: Sequence[Place], options: argparse.Namespace) -> list[float]:
     """Of each step after the warm-up."""
     count = options.warmup + options.steps
     with tempfile.TemporaryDirectory() as name, started(config, places, Path(name)) as trainer:
-        lines = wait_for_lines(trainer, Path(name) / "metrics.jsonl", count, START_TIMEOUT_S, Path(name))
+        lines = trainer.steps(count, START_TIMEOUT_S * count)
     return [line["seconds"] for line in lines[options.warmup :]]
 
 

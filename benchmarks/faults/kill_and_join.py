@@ -7,43 +7,20 @@ elasticity with real processes: `benchmarks/faults/chaos.py` is the long one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
+from swarm.testing.launched import Launched, LaunchedSwarm, metrics_of
+
+START_S = 120.0
+#: The run has stalled if what is waited for takes longer.
+STALLED_S = 300.0
 #: A step may take this much longer than the median.
 SLACK_S = 10.0
-
-
-def lines_of(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-
-def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int, deadline_s: float = 300.0) -> None:
-    began = time.monotonic()
-    while len(lines_of(metrics)) < step:
-        if process.poll() is not None or time.monotonic() - began > deadline_s:
-            raise SystemExit(f"the run ended or stalled before step {step} (exit code {process.poll()})")
-        time.sleep(0.05)
-
-
-def stage_pids(state_dir: Path, stage: int) -> list[int]:
-    found = subprocess.run(
-        ["pgrep", "-f", "--", f"^launch_stage .*{re.escape(str(state_dir))}/stage-{stage}-"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return sorted(int(pid) for pid in found.stdout.split())
 
 
 def main() -> int:
@@ -54,50 +31,18 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        metrics, state = root / "metrics.jsonl", root / "state"
-        command = [
-            sys.executable,
-            "-m",
-            "launch.local",
-            "--stages",
-            "3",
-            "--peers-per-stage",
-            "2",
-            "--steps",
-            str(options.steps),
-            "--metrics",
-            str(metrics),
-            "--state-dir",
-            str(state),
-            "--plain",
-        ]
-        swarm = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert swarm.stdout is not None
-        address = ""
-        newcomer = None
-        try:
-            for line in swarm.stdout:
-                if found := re.search(r"launch_stage --join (\S+)", line):
-                    address = found[1]
-                    break
+        with ExitStack() as processes:
+            swarm = processes.enter_context(LaunchedSwarm(root, stages=3, peers_per_stage=2, steps=options.steps, plain=True))
+            address = swarm.says(r"launch_stage --join (\S+)", START_S)[1]
             for stage, step in enumerate(options.kills):
-                wait_for_step(swarm, metrics, step)
-                os.kill(stage_pids(state, stage)[0], signal.SIGKILL)
+                swarm.steps(step, STALLED_S)
+                os.kill(swarm.stage_pids(stage)[0], signal.SIGKILL)
                 print(f"step {step}: killed a peer of stage {stage}", flush=True)
-            wait_for_step(swarm, metrics, options.join)
-            newcomer = subprocess.Popen(
-                [sys.executable, "-m", "launch.stage", "--join", address, "--threads", "1", "--quiet"],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            swarm.steps(options.join, STALLED_S)
+            processes.enter_context(Launched("launch.stage", root / "newcomer", join=address, threads=1, quiet=True))
             print(f"step {options.join}: a newcomer joins", flush=True)
-            code = swarm.wait(timeout=300)
-        finally:
-            for process in (swarm, newcomer):
-                if process is not None and process.poll() is None:
-                    process.terminate()
-                    process.wait(timeout=20)
-        lines = lines_of(metrics)
+            code = swarm.process.wait(timeout=STALLED_S)
+        lines = metrics_of(root / "metrics.jsonl")
     seconds = [line["seconds"] for line in lines]
     median = statistics.median(seconds)
     checks = {

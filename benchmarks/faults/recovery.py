@@ -108,7 +108,7 @@ async def disturbed(death: Death, config: RunConfig, right: torch.Tensor, direct
         await swarm.spawn("backbone", "backbone")
         names = [f"stage-0-{index}" for index in range(PEERS)]
         for name in names:
-            await swarm.spawn(name, "stage", "--stage", 0, *death.words(), entry="recovery_peer:main")
+            await swarm.spawn(name, "stage", "--stage", 0, *death.words(), entry="benchmarks.faults.recovery_peer:main")
         for name in names:
             await swarm.serving(name)
         await swarm.spawn("trainer-0", "trainer")

@@ -11,23 +11,20 @@ import argparse
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.faults.kill_and_join import lines_of, stage_pids
 from benchmarks.report import machine, publish
 from benchmarks.timed_model import DATA, MODEL
+from swarm.testing.launched import LaunchedSwarm, metrics_of
 
 #: A hung peer is given up within so many of its job times.
 MOST_JOBS = 3.0
 
 
-def command_of(options: argparse.Namespace, root: Path) -> list[str]:
+def started(options: argparse.Namespace, root: Path) -> LaunchedSwarm:
     model = {
         "forward_s": [options.seconds] * 2,
         "backward_s": [options.seconds] * 2,
@@ -35,40 +32,22 @@ def command_of(options: argparse.Namespace, root: Path) -> list[str]:
         "layers": options.layers,
         "hang": str(root / "hang"),
     }
-    return [
-        sys.executable,
-        "-m",
-        "launch.local",
-        "--model",
-        MODEL,
-        "--model-options",
-        json.dumps(model),
-        "--data",
-        DATA,
-        "--stages",
-        "2",
-        "--peers-per-stage",
-        "2",
-        "--steps",
-        str(options.steps),
-        "--micro-batch-size",
-        "1",
-        "--target-batch-size",
-        "4",
-        "--compression",
-        "none",
-        "--eval-samples",
-        "0",
-        "--timing",
-        "local",
-        "--log-level",
-        "debug",
-        "--metrics",
-        str(root / "metrics.jsonl"),
-        "--state-dir",
-        str(root / "state"),
-        "--plain",
-    ]
+    return LaunchedSwarm(
+        root,
+        model=MODEL,
+        model_options=json.dumps(model),
+        data=DATA,
+        stages=2,
+        peers_per_stage=2,
+        steps=options.steps,
+        micro_batch_size=1,
+        target_batch_size=4,
+        compression="none",
+        eval_samples=0,
+        timing="local",
+        log_level="debug",
+        plain=True,
+    )
 
 
 def main() -> int:
@@ -86,35 +65,26 @@ def main() -> int:
     facts = machine()
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        swarm = subprocess.Popen(command_of(options, root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said: list[str] = []
-
-        def listen() -> None:
-            assert swarm.stdout is not None
-            for line in swarm.stdout:
-                said.append(line.rstrip())
-                print(f"{time.strftime('%H:%M:%S')} {said[-1]}", flush=True)
-
-        listener = threading.Thread(target=listen)
-        listener.start()
         victim = 0
-        if options.hang != "no":
-            while swarm.poll() is None and not lines_of(root / "metrics.jsonl"):
-                time.sleep(0.1)
-            victim = stage_pids(root / "state", 1)[0]
-            if options.hang == "job":
-                (root / "hang").write_text(str(victim))
-            else:
-                os.kill(victim, signal.SIGSTOP)
-            print(f"process {victim} of stage 1 hangs from here on ({options.hang})", flush=True)
         try:
-            code = swarm.wait()
+            with started(options, root) as swarm:
+                for line in swarm.lines():
+                    said.append(line)
+                    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+                    if options.hang != "no" and not victim and metrics_of(root / "metrics.jsonl"):
+                        victim = swarm.stage_pids(1)[0]
+                        if options.hang == "job":
+                            (root / "hang").write_text(str(victim))
+                        else:
+                            os.kill(victim, signal.SIGSTOP)
+                        print(f"process {victim} of stage 1 hangs from here on ({options.hang})", flush=True)
+                code = swarm.process.wait()
         finally:
             if options.hang == "process" and victim:
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
-        listener.join()
-        steps = lines_of(root / "metrics.jsonl")
+        steps = metrics_of(root / "metrics.jsonl")
         logs = [line for path in (root / "state" / "logs").glob("*.log") for line in path.read_text().splitlines()]
         passed_by = [line[:200] for line in logs if " passed by after " in line]
     waits = [line for line in said if "waiting for tickets of step" in line]

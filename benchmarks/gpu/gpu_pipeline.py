@@ -16,14 +16,12 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,8 @@ from swarm.base.config import TIMING_PRESETS, RunConfig
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Address
 from swarm.net.http.transport import HttpTransport
+from swarm.testing.launched import LaunchedSwarm
+from swarm.testing.processes import free_port
 
 START_TIMEOUT_S = 240.0
 WINDOW_TIMEOUT_S = 120.0
@@ -132,9 +132,7 @@ def baseline(case: Case, options: argparse.Namespace, directory: Path) -> Measur
         str(options.repetitions),
     ]
     words += ["--compile"] if case.is_compiled else []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(case.stages):
         environment = {
@@ -163,49 +161,26 @@ def memory_of_card(options: argparse.Namespace) -> float:
     return options.memory_gib * 2**30 or 0.9 * torch.cuda.get_device_properties(0).total_memory
 
 
-@contextmanager
-def started(case: Case, options: argparse.Namespace, directory: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The swarm's processes; afterwards they are gone."""
+def started(case: Case, options: argparse.Namespace, directory: Path, port: int) -> LaunchedSwarm:
+    """The swarm's processes."""
     run, data = directory / "run.json", directory / "data.txt"
     run.write_bytes(config_of(case, options).to_bytes())
     rng = random.Random(0)
     data.write_text("".join(chr(rng.randrange(32, 127)) for _ in range(2**21)))
-    words = [
-        sys.executable,
-        "-m",
-        "launch.local",
-        "--run",
-        str(run),
-        "--data",
-        str(data),
-        "--peers-per-stage",
-        "1",
-        "--trainers",
-        "1",
-        "--device",
-        "auto" if case.cards > 1 else "cuda:0",
-        "--port",
-        str(port),
-        "--quiet",
-        "--in-flight",
-        case.in_flight,
-        "--state-dir",
-        str(directory / "state"),
-        "--log-level",
-        "info",
-        "--metrics",
-        str(directory / "metrics.jsonl"),
-        "--memory-limit",
-        str(int(memory_of_card(options) * case.cards / case.stages)),
-        *(["--compile"] if case.is_compiled else []),
-    ]
-    with (directory / "output").open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output)
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
+    return LaunchedSwarm(
+        directory,
+        run=run,
+        data=data,
+        peers_per_stage=1,
+        trainers=1,
+        device="auto" if case.cards > 1 else "cuda:0",
+        port=port,
+        quiet=True,
+        in_flight=case.in_flight,
+        log_level="info",
+        memory_limit=int(memory_of_card(options) * case.cards / case.stages),
+        compile=case.is_compiled,
+    )
 
 
 @dataclass(frozen=True)
@@ -222,16 +197,16 @@ async def mark(transport: HttpTransport, stages: Sequence[Address]) -> Mark:
     return Mark(time.monotonic(), int(details[0]["accumulated"]), tuple(float(d["busy_s"]) for d in details))
 
 
-async def windows(port: int, process: subprocess.Popen[bytes], options: argparse.Namespace, tokens: int) -> Measured:
+async def windows(port: int, launched: LaunchedSwarm, options: argparse.Namespace, tokens: int) -> Measured:
     """Consecutive windows of micro-batches, all inside the first step."""
     transport = HttpTransport()
     try:
-        stages = await _stages(transport, Address("127.0.0.1", port), process)
+        stages = await _stages(transport, Address("127.0.0.1", port), launched)
         marks: list[Mark] = []
         due, until = WARMUP, time.monotonic() + START_TIMEOUT_S
         while len(marks) <= options.repetitions:
-            if time.monotonic() > until or process.poll() is not None:
-                raise SystemExit(f"no progress after {marks}")
+            if time.monotonic() > until or launched.ended:
+                raise launched.fail(f"no progress after {marks}")
             now = await mark(transport, stages)
             if now.done >= due:
                 marks.append(now)
@@ -245,10 +220,10 @@ async def windows(port: int, process: subprocess.Popen[bytes], options: argparse
     return Measured(rates, busy)
 
 
-async def _stages(transport: HttpTransport, backbone: Address, process: subprocess.Popen[bytes]) -> list[Address]:
+async def _stages(transport: HttpTransport, backbone: Address, launched: LaunchedSwarm) -> list[Address]:
     """One peer of each stage."""
     until = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < until and process.poll() is None:
+    while time.monotonic() < until and not launched.ended:
         try:
             stages = (await ask(transport, backbone, timeout_s=2.0)).stages
         except SwarmError:
@@ -256,33 +231,16 @@ async def _stages(transport: HttpTransport, backbone: Address, process: subproce
         if stages and all(stages):
             return [Address("127.0.0.1", members[0].port) for members in stages]
         await asyncio.sleep(0.2)
-    raise SystemExit("the swarm did not start")
-
-
-def whole_steps(directory: Path, process: subprocess.Popen[bytes], repetitions: int) -> Measured:
-    """Tokens/s of committed steps, the first two left out."""
-    metrics, until = directory / "metrics.jsonl", time.monotonic() + START_TIMEOUT_S + WINDOW_TIMEOUT_S
-    while time.monotonic() < until and process.poll() is None:
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        if len(lines) > 1 + repetitions:
-            return Measured([line["tokens_per_s"] for line in lines[2 : 2 + repetitions]])
-        time.sleep(0.1)
-    raise SystemExit(f"{repetitions + 2} steps did not commit")
+    raise launched.fail("the swarm did not start")
 
 
 def swarm(case: Case, options: argparse.Namespace, directory: Path) -> Measured:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    try:
-        with started(case, options, directory, port) as process:
-            if case.is_stepping:
-                return whole_steps(directory, process, options.repetitions)
-            return asyncio.run(windows(port, process, options, options.micro_batch * options.sequence))
-    except SystemExit:  # say why before the logs are gone
-        for log in [directory / "output", *sorted((directory / "state" / "logs").glob("*.log"))]:
-            print(f"--- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
-        raise
+    port = free_port()
+    with started(case, options, directory, port) as launched:
+        if case.is_stepping:  # the first two steps are left out
+            lines = launched.steps(2 + options.repetitions, START_TIMEOUT_S + WINDOW_TIMEOUT_S)
+            return Measured([line["tokens_per_s"] for line in lines[2:]])
+        return asyncio.run(windows(port, launched, options, options.micro_batch * options.sequence))
 
 
 # ---------------------------------------------------------------------------------------------------- all

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.network.dataplane_peers import CLIENTS, Deadline
 from benchmarks.process_cpu import busy_machine_s, cpu_of_tree
-from benchmarks.report import machine, publish
+from benchmarks.report import ROOT, machine, publish
 from swarm.wire.compression import CODECS, code_tensor, decode_coded
 
 MIB = 2**20
@@ -46,8 +46,8 @@ HIVEMIND_S = 100
 @contextmanager
 def server(kind: str) -> Iterator[int]:
     """A server process; yields its port."""
-    script = "-m", "benchmarks.network.dataplane_peers"
-    process = subprocess.Popen([sys.executable, script, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "benchmarks.network.dataplane_peers", kind]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         yield int(process.stdout.readline())
     finally:

@@ -24,7 +24,7 @@ from swarm.base.ids import Address
 from swarm.net.http.server import READ_BYTES
 from swarm.net.http.transport import HttpTransport
 from swarm.net.transport import Progress
-from swarm.stage.device import HostDevice
+from swarm.stage.devices import HostDevice
 from swarm.stage.executor import Priority, ThreadExecutor
 from swarm.wire.compression import CODECS
 from swarm.wire.framing import Frame

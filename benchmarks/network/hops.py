@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s, cpu_of_tree
-from benchmarks.report import ROOT, machine, publish
+from benchmarks.report import machine, publish
 from benchmarks.timed_model import DATA, MODEL, WIDTH
 from swarm.base.config import RunConfig
+from swarm.testing.launched import LaunchedSwarm
 
 START_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 60.0
@@ -71,44 +71,25 @@ def measure(stages: int, peers: int, mode: str, options: argparse.Namespace) -> 
     config = config_of(stages, occupation, tickets)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        run, metrics = directory / "run.json", directory / "metrics.jsonl"
+        run = directory / "run.json"
         run.write_bytes(config.to_bytes())
-        words = [
-            sys.executable,
-            "-m",
-            "launch.local",
-            "--run",
-            str(run),
-            "--data",
-            DATA,
-            "--peers-per-stage",
-            str(peers),
-            "--trainers",
-            "1",
-            "--device",
-            "cpu",
-            "--threads",
-            "1",
-            "--in-flight",
-            str(in_flight),
-            "--quiet",
-            "--state-dir",
-            str(directory / "state"),
-            "--metrics",
-            str(metrics),
-        ]
-        with (directory / "output").open("wb") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=output, cwd=ROOT)
-            try:
-                wait_for_lines(process, metrics, 1, START_TIMEOUT_S, directory)
-                cpu, others, began = cpu_of_tree(process.pid), busy_machine_s(), time.monotonic()
-                lines = wait_for_lines(process, metrics, 1 + options.steps, STEP_TIMEOUT_S, directory)[1:]
-                elapsed = time.monotonic() - began
-                cpu = cpu_of_tree(process.pid) - cpu
-                others = max(0.0, busy_machine_s() - others - cpu)
-            finally:
-                process.send_signal(signal.SIGTERM)
-                process.wait(timeout=60)
+        with LaunchedSwarm(
+            directory,
+            run=run,
+            data=DATA,
+            peers_per_stage=peers,
+            trainers=1,
+            device="cpu",
+            threads=1,
+            in_flight=in_flight,
+            quiet=True,
+        ) as swarm:
+            swarm.steps(1, START_TIMEOUT_S)
+            cpu, others, began = cpu_of_tree(swarm.pid), busy_machine_s(), time.monotonic()
+            lines = swarm.steps(1 + options.steps, STEP_TIMEOUT_S * (1 + options.steps))[1:]
+            elapsed = time.monotonic() - began
+            cpu = cpu_of_tree(swarm.pid) - cpu
+            others = max(0.0, busy_machine_s() - others - cpu)
     used = cpu / elapsed / cores
     overheads = [(line["round_trip_s"] - line["queue_s"] - line["compute_s"]) / stages for line in lines]
     rate = statistics.median(tickets / line["seconds"] for line in lines)
@@ -125,18 +106,6 @@ def measure(stages: int, peers: int, mode: str, options: argparse.Namespace) -> 
         "by others": others / elapsed / cores,
         "limit": "cores" if used + others / elapsed / cores > BUSY else "waiting",
     }
-
-
-def wait_for_lines(
-    process: subprocess.Popen[bytes], metrics: Path, count: int, timeout_s: float, directory: Path
-) -> list[dict[str, Any]]:
-    until = time.monotonic() + timeout_s * count
-    while time.monotonic() < until and process.poll() is None:
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if len(lines) >= count:
-            return [json.loads(line) for line in lines[:count]]
-        time.sleep(0.02)
-    raise SystemExit(f"no step in time; output: {(directory / 'output').read_text()[-2000:]}")
 
 
 def draw(rows: list[dict[str, Any]]) -> Any:

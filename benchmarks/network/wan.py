@@ -14,8 +14,6 @@ import asyncio
 import json
 import os
 import random
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +35,8 @@ from swarm.lifecycle.record import genesis_record
 from swarm.net.http.transport import HttpTransport
 from swarm.stage.compute import StageCompute
 from swarm.stage.versions import make_version
+from swarm.testing.launched import Launched
+from swarm.testing.processes import free_port
 from swarm.testing.shaped_proxy import Line, Shaper
 
 DELAYS_MS = (0, 10, 50, 100, 200)
@@ -151,50 +151,35 @@ class Swarm:
         self.hosts = [(f"127.0.5.{first_host + i}", f"127.0.6.{first_host + i}") for i in range(4)]
         self._directory = directory
         self._devices = devices
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Launched] = []
 
     def lines(self, rate: float) -> list[Line]:
         """The stage peers' lines have the rate; the trainer and the backbone send little."""
         return [Line(*hosts, *((rate, rate) if i in (1, 2) else (None, None))) for i, hosts in enumerate(self.hosts)]
 
     def start(self) -> None:
-        run = ["--run", str(self._directory / "run.json")]
-        join = ["--join", f"{self.hosts[0][1]}:{self._port}"]
         card = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 64 * 2**30
-        memory = str(int(0.86 * card / stages_per_card() + UNUSED_BYTES * self._num_parameters))
-        self._spawn(0, "backbone", run)
-        for stage in (0, 1):
-            self._spawn(
-                1 + stage,
-                "stage",
-                [*join, "--stage", str(stage), "--device", self._devices[stage], "--memory-limit", memory, "--threads", "1"],
-            )
+        memory = int(0.86 * card / stages_per_card() + UNUSED_BYTES * self._num_parameters)
+        self._launch(0, "backbone", run=self._directory / "run.json")
+        time.sleep(8)
+        for stage, device in zip((0, 1), self._devices, strict=True):
+            self._launch(1 + stage, "stage", join=self._join, stage=stage, device=device, memory_limit=memory, threads=1)
 
     def train(self, in_flight: str) -> None:
         """Begin; the cards were used for nothing so far."""
-        words = ["--join", f"{self.hosts[0][1]}:{self._port}", "--data", str(self._directory / "data.txt")]
-        self._spawn(3, "trainer", [*words, "--in-flight", in_flight])
+        self._launch(3, "trainer", join=self._join, data=self._directory / "data.txt", in_flight=in_flight)
 
-    def _spawn(self, index: int, role: str, words: list[str]) -> None:
+    @property
+    def _join(self) -> str:
+        return f"{self.hosts[0][1]}:{self._port}"
+
+    def _launch(self, index: int, role: str, **options: object) -> None:
         inside, outside = self.hosts[index]
-        words = [
-            sys.executable,
-            "-m",
-            f"launch.{role}",
-            *words,
-            "--host",
-            inside,
-            "--public-host",
-            outside,
-            "--port",
-            str(self._port),
-            "--state-dir",
-            str(self._directory / f"{role}-{index}"),
-        ]
-        with (self._directory / f"{role}-{index}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen(words, stdout=log, stderr=log))
-        if role == "backbone":
-            time.sleep(8)
+        own = self._directory / f"{role}-{index}"
+        log = own.with_suffix(".log")
+        self._processes.append(
+            Launched(f"launch.{role}", log, **options, host=inside, public_host=outside, port=self._port, state_dir=own)
+        )
 
     async def counts(self, transport: HttpTransport) -> tuple[float, int, int, int]:
         """Now, micro-batches done at the first stage, those in flight, and the trainer's limit.
@@ -207,16 +192,13 @@ class Swarm:
         return time.monotonic(), int(stage["accumulated"]), int(trainer["in_flight"]), int(trainer["in_flight_limit"])
 
     def check(self) -> None:
-        for index, process in enumerate(self._processes):
-            if process.poll() is not None:
-                logs = sorted(self._directory.glob("*.log"))
-                raise SystemExit(f"process {index} ended\n" + "\n".join(f"{p.name}: {p.read_text()[-1500:]}" for p in logs))
+        for process in self._processes:
+            if process.ended:
+                raise process.fail("it was to go on")
 
     def close(self) -> None:
         for process in self._processes:
-            process.send_signal(signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+            process.kill()
 
 
 async def measure(swarm: Swarm, shaper: Shaper, tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -282,9 +264,7 @@ def one_shape(name: str, options: argparse.Namespace, rate: float, cards: Sequen
     devices = [f"cuda:{card}" if has_cuda else "cpu" for card in cards]
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         swarm = Swarm(directory, config, shape.num_parameters, devices, first_host, port)
         with Shaper(swarm.lines(rate), port) as shaper:
             try:

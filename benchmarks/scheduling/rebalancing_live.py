@@ -5,7 +5,6 @@ Every process is forked from this one, which has imported what they need, so tha
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -19,13 +18,15 @@ import launch.stage
 import launch.trainer
 import models.registry
 import swarm.peer.stage.stage_peer
-import swarm.stage.device
+import swarm.stage.devices
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE
 from launch.processes.lifeline import die_with_parent
+from swarm.testing.launched import metrics_of
+from swarm.testing.processes import free_port
 
 __all__ = ["Peer", "Phase", "Settings", "Swarm", "best_rate", "measure", "spread"]
 
-READY = (models.registry, swarm.peer.stage.stage_peer, swarm.stage.device)  # imported here for the processes to come
+READY = (models.registry, swarm.peer.stage.stage_peer, swarm.stage.devices)  # imported here for the processes to come
 NUM_STAGES = 3
 #: Elements of a sample.
 WIDTH = 32
@@ -86,7 +87,7 @@ class Swarm:
             f'compression = "none"\neval_samples = 0\ncheckpoint_every = 0\ndelay_steps = {s.delay_steps}\n'
             f"[timing]\ngenesis_quiet_s = 6.0\nrebalance_every_s = {s.period_s if s.rebalance else 0.0}\n"
         )
-        port = _free_port()
+        port = free_port()
         self._fork("backbone", launch.backbone.main, ["--run", str(run), "--port", str(port)])
         join = ["--join", f"127.0.0.1:{port}", "--port", "0"]
         time.sleep(1.0)
@@ -134,9 +135,7 @@ class Swarm:
         return victims
 
     def lines(self) -> list[dict[str, Any]]:
-        path = self.root / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        return metrics_of(self.root / "metrics.jsonl")
 
     def periods_until_best(self, is_best: Any) -> float:
         """Waits until `is_best()` holds for who serves which stage; in periods of decisions from now on."""
@@ -175,12 +174,3 @@ def measure(swarms: Sequence[Swarm], num_steps: int, *, skip: int) -> list[Phase
         seconds = sum(line["seconds"] for line in lines)
         phases.append(Phase(sum(line["tickets"][0] for line in lines) / seconds, begin + 1, end))
     return phases
-
-
-def _free_port() -> int:
-    from swarm.net.ports import bind_tcp_and_udp
-
-    tcp, udp, port = bind_tcp_and_udp("127.0.0.1", 0)
-    tcp.close()
-    udp.close()
-    return port

@@ -12,22 +12,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Container, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s
-from benchmarks.report import ROOT, machine, publish
+from benchmarks.report import machine, publish
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE, WIDTH
 from launch.arguments import LaunchParser
 from launch.options import (
@@ -44,11 +41,13 @@ from launch.run.composing import compose
 from launch.status import ask
 from swarm.base.config import RunConfig
 from swarm.base.errors import SwarmError
-from swarm.base.ids import Address
+from swarm.base.ids import Address, MemberKey
 from swarm.feed.feed import open_feed
 from swarm.net.http.transport import HttpTransport
 from swarm.peer.trainer.trainer import Trainer
-from swarm.policy.routing import Key, StageRouter
+from swarm.policy.routing import StageRouter
+from swarm.testing.launched import Launched
+from swarm.testing.processes import free_port
 
 SPEEDS = (1.0, 0.5, 0.25, 0.125)
 START_S = 120.0
@@ -61,8 +60,8 @@ class UniformRouter(StageRouter):
     """Any peer, whatever is known of it; those that failed are left alone for a while."""
 
     def candidates(
-        self, num_samples: int, *, now: float, first: Key | None = None, limit: int = 4, without: Container[Key] = ()
-    ) -> list[Key]:
+        self, num_samples: int, *, now: float, first: MemberKey | None = None, limit: int = 4, without: Container[MemberKey] = ()
+    ) -> list[MemberKey]:
         order = super().candidates(num_samples, now=now, first=None, limit=len(self._peers), without=without)
         self._rng.shuffle(order)
         return order[:limit]
@@ -71,7 +70,7 @@ class UniformRouter(StageRouter):
 class SuccessOnlyRouter(StageRouter):
     """Failures teach it nothing."""
 
-    def failed(self, key: Key, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
+    def failed(self, key: MemberKey, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
         return
 
 
@@ -115,27 +114,6 @@ def train(argv: list[str]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- the swarm
-
-
-@contextmanager
-def process(words: list[str], output: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    with output.open("ab") as file:
-        child = subprocess.Popen(
-            [sys.executable, *words],
-            stdout=file,
-            stderr=file,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        )
-        try:
-            yield child
-        finally:
-            child.send_signal(signal.SIGCONT)
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                child.kill()
 
 
 def config_of(options: argparse.Namespace) -> RunConfig:
@@ -206,56 +184,30 @@ async def addresses(transport: HttpTransport, backbone: Address, count: int) -> 
 async def measure(options: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     run = directory / "run.json"
     run.write_bytes(config_of(options).to_bytes())
-    port = random.Random().randrange(20_000, 30_000)
-    backbone, output = Address("127.0.0.1", port), directory / "output"
-    stage = [
-        "-m",
-        "launch.stage",
-        "--join",
-        str(backbone),
-        "--host",
-        "127.0.0.1",
-        "--threads",
-        "1",
-        "--device",
-        "cpu",
-        "--join-timeout",
-        "60",
-        "--allow-import",
-        MODEL,
-        "--quiet",
-    ]
     rows, details = [], {}
     transport = HttpTransport()
-    with ExitStack() as stack:
-        start = ["-m", "launch.backbone", "--run", str(run), "--host", "127.0.0.1", "--port", str(port), "--quiet"]
-        stack.enter_context(process(start, output))
-        fast, ports = None, [port + 1 + i for i in range(len(SPEEDS))]
-        for speed, own in zip(SPEEDS, ports, strict=True):
-            words = [*stage, "--stage", "0", "--port", str(own)]
-            child = stack.enter_context(process(words, output, **{SPEED_VARIABLE: str(speed)}))
-            fast = fast or child
-        stack.enter_context(process([*stage, "--stage", "1"], output))
+    with ExitStack() as swarm:
+
+        def launched(module: str, name: str, **words: Any) -> Launched:
+            return Launched(module, directory / f"{name}.log", **words, host="127.0.0.1", quiet=True)
+
+        def stage(number: int, port: int, speed: float) -> Launched:
+            words = {"join": backbone, "stage": number, "port": port, "device": "cpu", "threads": 1, "join_timeout": 60}
+            speeds = {SPEED_VARIABLE: str(speed)}
+            child = launched("launch.stage", f"stage-{port}", **words, allow_import=MODEL, environment=speeds)
+            return swarm.enter_context(child)
+
+        backbone = Address("127.0.0.1", free_port())
+        swarm.enter_context(launched("launch.backbone", "backbone", run=run, port=backbone.port))
+        ports = [free_port() for _ in SPEEDS]
+        fast, *_ = [stage(0, port, speed) for port, speed in zip(ports, SPEEDS, strict=True)]
+        stage(1, free_port(), 1.0)
         for name in SCHEDULERS:
-            words = [
-                "-m",
-                __spec__.name,
-                "--as-trainer",
-                name,
-                "--join",
-                str(backbone),
-                "--host",
-                "127.0.0.1",
-                "--data",
-                DATA,
-                "--in-flight",
-                str(options.in_flight),
-                "--quiet",
-            ]
-            with process(words, output):
+            trainer = {"as_trainer": name, "join": backbone, "data": DATA, "in_flight": options.in_flight}
+            with launched(__spec__.name, name.replace(" ", "-"), **trainer):
                 peers = sorted(await addresses(transport, backbone, len(SPEEDS)), key=lambda x: ports.index(x.port))
                 meter = Meter(transport, peers)
-                rows.append(await observe(name, meter, fast, options))
+                rows.append(await observe(name, meter, fast.process, options))
             details[name] = [(at - meter.samples[0][0], done) for at, done in meter.samples]
             print("  " + json.dumps(rows[-1]), file=sys.stderr, flush=True)
     await transport.close()

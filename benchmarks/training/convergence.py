@@ -48,6 +48,7 @@ from swarm.base.errors import ConfigError, SwarmError
 from swarm.base.ids import Address, parse_address
 from swarm.feed.feed import open_feed
 from swarm.net.http.transport import HttpTransport
+from swarm.testing.launched import words_of
 
 NUM_STAGES = 2
 TITLE = "Validation loss and bytes"
@@ -181,19 +182,8 @@ class Outcome:
 
 async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
     metrics = run.with_name("metrics.jsonl")
-    words = [
-        "-m",
-        "benchmarks.plain_loop",
-        "--run",
-        str(run),
-        "--metrics",
-        str(metrics),
-        "--threads",
-        str(len(cores) or 1),
-        "--device",
-        options.device,
-        *places(options),
-    ]
+    given = {"run": run, "metrics": metrics, "threads": len(cores) or 1, "device": options.device}
+    words = ["-m", "benchmarks.plain_loop", *words_of(given), *places(options)]
     try:
         async with child(words, cores, run.parent):
             pass
@@ -205,25 +195,9 @@ async def plain(outcome: Outcome, run: Path, cores: Sequence[int], options: argp
 
 
 async def swarm(outcome: Outcome, run: Path, cores: Sequence[int], options: argparse.Namespace) -> None:
-    words = [
-        "-m",
-        "launch.local",
-        "--run",
-        str(run),
-        "--peers-per-stage",
-        str(options.peers_per_stage),
-        "--trainers",
-        "1",
-        "--threads",
-        "1",
-        "--device",
-        options.device,
-        "--state-dir",
-        str(run.with_name("state")),
-        "--log-format",
-        "json",
-        *places(options),
-    ]
+    given = {"run": run, "peers_per_stage": options.peers_per_stage, "trainers": 1, "threads": 1, "device": options.device}
+    given |= {"state_dir": run.with_name("state"), "log_format": "json"}
+    words = ["-m", "launch.local", *words_of(given), *places(options)]
     asking: asyncio.Task[None] | None = None
     last = asyncio.Event()
     try:
@@ -356,22 +330,9 @@ def prepare(options: argparse.Namespace, directory: Path) -> None:
     )
     run, model = directory / "start.json", directory / "start"
     run.write_bytes(config_of(variants_of(first)["single"], first).to_bytes())
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.plain_loop",
-        "--run",
-        str(run),
-        "--metrics",
-        str(directory / "start.jsonl"),
-        "--threads",
-        str(len(os.sched_getaffinity(0))),
-        "--device",
-        options.device,
-        "--export",
-        str(model),
-        *(["--data", start_data] if start_data else []),
-    ]
+    given = {"run": run, "metrics": directory / "start.jsonl", "threads": len(os.sched_getaffinity(0)), "device": options.device}
+    given |= {"export": model, "data": start_data or None}
+    words = [sys.executable, "-m", "benchmarks.plain_loop", *words_of(given)]
     subprocess.run(words, check=True, cwd=ROOT, env=environment())
     options.start = str(model)
 

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, machine, publish
+from benchmarks.report import machine, publish
+from swarm.testing.launched import Launched
 
 NUM_STAGES = 4
 ALLOWED = 1.15
@@ -53,47 +54,31 @@ transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[2], max_shard_siz
 """
 
 
-class Peer:
+class Peer(Launched):
     """One `launch_stage`, watched from outside."""
 
-    def __init__(self, directory: Path, name: str, *argv: object) -> None:
-        self.log = directory / f"{name}.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(_launcher("stage", "--no-restart", *argv), stdout=log, stderr=log, cwd=ROOT)
+    def __init__(self, directory: Path, name: str, **options: object) -> None:
+        super().__init__("launch.stage", directory / f"{name}.log", host="127.0.0.1", threads=1, no_restart=True, **options)
         self.peak_bytes = self.bytes_read = 0
-        self._served = threading.Event()
         self._began = time.monotonic()
         self.seconds = 0.0
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while self.process.poll() is None:
+        while not self.ended:
             try:
-                self.peak_bytes = max(self.peak_bytes, _rss_anon(self.process.pid))
-                if not self._served.is_set():
-                    self.bytes_read = _bytes_read(self.process.pid)
+                self.peak_bytes = max(self.peak_bytes, _rss_anon(self.pid))
+                if not self.seconds:
+                    self.bytes_read = _bytes_read(self.pid)
                     if "serving stage" in self.log.read_text():
                         self.seconds = time.monotonic() - self._began
-                        self._served.set()
             except (OSError, IndexError):
                 pass
             time.sleep(0.02)
 
     def until_serving(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not self._served.wait(0.1):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the peer does not serve: {self.log.read_text()[-500:]}")
+        self.until(lambda: self.seconds, "serving stage", timeout_s)
         time.sleep(1.0)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(timeout=30)
-
-
-def _launcher(module: str, *argv: object) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", f"launch.{module}", *map(str, argv)]
 
 
 def _rss_anon(pid: int) -> int:
@@ -105,36 +90,16 @@ def _bytes_read(pid: int) -> int:
     return int(Path(f"/proc/{pid}/io").read_text().split("rchar:")[1].split()[0])
 
 
-def _backbone(directory: Path, run: Path, *argv: object) -> tuple[subprocess.Popen[bytes], str]:
-    """A backbone that created the run, and its address."""
-    log = directory / f"{run.stem}.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            _launcher("backbone", "--run", run, "--host", "127.0.0.1", "--log-format", "json", *argv),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-        )
-    deadline = time.monotonic() + 120
-    while '"address"' not in log.read_text():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the backbone does not serve: {log.read_text()[-500:]}")
-        time.sleep(0.1)
-    [line] = [line for line in log.read_text().splitlines() if '"address"' in line]
-    return process, json.loads(line)["address"]
+def _backbone(directory: Path, run: Path) -> Launched:
+    """A backbone that creates the run."""
+    return Launched("launch.backbone", directory / f"{run.stem}.log", run=run, host="127.0.0.1", log_format="json")
 
 
 def _idle(directory: Path) -> Peer:
     run = directory / "idle.toml"
     run.write_text(f"num_stages = {NUM_STAGES}\n")
-    backbone, address = _backbone(directory, run)
-    peer = Peer(directory, "idle", "--join", address, "--stage", 0, "--host", "127.0.0.1", "--threads", 1)
-    try:
+    with _backbone(directory, run) as backbone, Peer(directory, "idle", join=backbone.address(), stage=0) as peer:
         peer.until_serving(120)
-    finally:
-        peer.stop()
-        backbone.terminate()
-        backbone.wait(timeout=30)
     return peer
 
 
@@ -153,33 +118,14 @@ def measure(directory: Path, shape: str) -> tuple[list[dict[str, Any]], dict[str
     _write_tokenizer(tokens)
     run.write_text(f'num_stages = {NUM_STAGES}\nsequence_length = 64\nmodel = "model"\ntokenizer = "tokens"\n')
     began = time.monotonic()
-    backbone, address = _backbone(directory, run)
-    created_s = time.monotonic() - began
     rows = []
-    try:
+    with _backbone(directory, run) as backbone:
+        address = backbone.address()
+        created_s = time.monotonic() - began
         for stage in range(NUM_STAGES):  # one after another: the machine's memory is limited
-            peer = Peer(
-                directory,
-                f"stage-{stage}",
-                "--join",
-                address,
-                "--stage",
-                stage,
-                "--host",
-                "127.0.0.1",
-                "--threads",
-                1,
-                "--model",
-                model,
-            )
-            try:
+            with Peer(directory, f"stage-{stage}", join=address, stage=stage, model=model) as peer:
                 peer.until_serving(300)
-            finally:
-                peer.stop()
-            rows.append(_row(directory, stage, peer, idle, address))
-    finally:
-        backbone.terminate()
-        backbone.wait(timeout=30)
+            rows.append(_row(directory, stage, peer, idle))
     sizes = [path.stat().st_size for path in model.glob("*.safetensors")]
     facts = {
         "checkpoint": f"{shape} parameters, {sum(sizes) / 1e9:.2f} GB in {len(sizes)} shards (bf16)",
@@ -189,7 +135,7 @@ def measure(directory: Path, shape: str) -> tuple[list[dict[str, Any]], dict[str
     return rows, facts
 
 
-def _row(directory: Path, stage: int, peer: Peer, idle: Peer, address: str) -> dict[str, Any]:
+def _row(directory: Path, stage: int, peer: Peer, idle: Peer) -> dict[str, Any]:
     options = SHAPES[directory_shape(directory)]
     stage_bytes = 4 * stage_parameters(options)[stage]
     extra = peer.peak_bytes - idle.peak_bytes

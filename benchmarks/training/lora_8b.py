@@ -16,17 +16,14 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +35,8 @@ from launch.status import ask_all
 from models.files.byte_tokenizer import write_byte_tokenizer
 from swarm.base.errors import SwarmError
 from swarm.base.ids import Address
+from swarm.testing.launched import LaunchedSwarm, words_of
+from swarm.testing.processes import free_port
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": {
@@ -171,25 +170,8 @@ class CardWatch:
 
 def with_peft(options: argparse.Namespace, model: Path, data: Path, run: Path, directory: Path) -> Measured:
     result = directory / "peft.json"
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "benchmarks.training.lora_peft",
-        "--run",
-        str(run),
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--steps",
-        str(WARMUP_STEPS + options.repetitions),
-        "--device",
-        options.device,
-        "--out",
-        str(result),
-    ]
+    given = {"run": run, "model": model, "data": data, "steps": WARMUP_STEPS + options.repetitions, "device": options.device}
+    words = [sys.executable, "-W", "ignore", "-m", "benchmarks.training.lora_peft", *words_of({**given, "out": result})]
     watch = CardWatch(options.device)
     subprocess.run(words, check=True, timeout=START_TIMEOUT_S + STEP_TIMEOUT_S, cwd=ROOT)
     found = json.loads(result.read_text())
@@ -199,128 +181,59 @@ def with_peft(options: argparse.Namespace, model: Path, data: Path, run: Path, d
 # ---------------------------------------------------------------------------------------------------- the swarm
 
 
-@contextmanager
-def started(options: argparse.Namespace, model: Path, data: Path, directory: Path, port: int) -> Iterator[Any]:
-    """The swarm's processes; afterwards they are gone."""
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "launch.local",
-        "--model",
-        str(model),
-        "--data",
-        str(data),
-        "--lora",
-        options.lora,
-        "--precision",
-        "bf16",
-        "--compression",
-        options.wire,
-        "--stages",
-        str(options.stages),
-        "--sequence-length",
-        str(options.sequence),
-        "--micro-batch-size",
-        str(options.micro_batch),
-        "--target-batch-size",
-        str(options.micro_batch * options.step_micro_batches),
-        "--total-steps",
-        "1000",
-        "--learning-rate",
-        "1e-4",
-        "--eval-samples",
-        "0",
-        "--checkpoint-every",
-        "0",
-        "--timing",
-        "lan",
-        "--delay-steps",
-        str(options.delay_steps),
-        "--peers-per-stage",
-        "1",
-        "--trainers",
-        "1",
-        "--device",
-        options.device,
-        "--in-flight",
-        options.in_flight,
-        "--port",
-        str(port),
-        "--quiet",
-        "--state-dir",
-        str(directory / "state"),
-        "--metrics",
-        str(directory / "metrics.jsonl"),
-    ]
-    if options.device != "cpu":
-        words += ["--memory-limit", f"{options.memory_gib / options.stages:g}GiB"]
-    with (directory / "output").open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, cwd=ROOT)
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=60)
+def started(options: argparse.Namespace, model: Path, data: Path, directory: Path, port: int) -> LaunchedSwarm:
+    """The swarm's processes."""
+    return LaunchedSwarm(
+        directory,
+        model=model,
+        data=data,
+        lora=options.lora,
+        precision="bf16",
+        compression=options.wire,
+        stages=options.stages,
+        sequence_length=options.sequence,
+        micro_batch_size=options.micro_batch,
+        target_batch_size=options.micro_batch * options.step_micro_batches,
+        total_steps=1000,
+        learning_rate="1e-4",
+        eval_samples=0,
+        checkpoint_every=0,
+        timing="lan",
+        delay_steps=options.delay_steps,
+        peers_per_stage=1,
+        trainers=1,
+        device=options.device,
+        in_flight=options.in_flight,
+        port=port,
+        quiet=True,
+        memory_limit=None if options.device == "cpu" else f"{options.memory_gib / options.stages:g}GiB",
+    )
 
 
 def swarm(options: argparse.Namespace, model: Path, data: Path, directory: Path) -> Measured:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     watch = CardWatch(options.device)
     measured, began = Measured(), time.monotonic()
-    try:
-        with started(options, model, data, directory, port) as process:
-            until = began + START_TIMEOUT_S
-            while len(measured.steps) < WARMUP_STEPS + options.repetitions:
-                time.sleep(POLL_S)
-                if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"no progress after {len(measured.steps)} steps")
-                lines = _lines(directory / "metrics.jsonl")
-                if len(lines) > len(measured.steps):
-                    measured.started_s = measured.started_s or time.monotonic() - began - lines[0]["seconds"]
-                    measured.steps, until = lines, time.monotonic() + STEP_TIMEOUT_S
-            measured.steps = measured.steps[: WARMUP_STEPS + options.repetitions]
-            measured.processes = asyncio.run(_memory(Address("127.0.0.1", port), str(directory / "state")))
-    except SystemExit:  # say why before the logs are gone
-        for log in [directory / "output", *sorted((directory / "state" / "logs").glob("*.log"))]:
-            print(f"--- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
-        raise
+    with started(options, model, data, directory, port) as launched:
+        first = launched.steps(1, START_TIMEOUT_S)[0]
+        measured.started_s = time.monotonic() - began - first["seconds"]
+        count = WARMUP_STEPS + options.repetitions
+        measured.steps = launched.steps(count, STEP_TIMEOUT_S * count)
+        measured.processes = asyncio.run(_memory(Address("127.0.0.1", port), launched))
     measured.card_mib = watch.stop()
     return measured
 
 
-def _lines(metrics: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-
-
-async def _memory(backbone: Address, state_dir: str) -> dict[str, dict[str, int]]:
+async def _memory(backbone: Address, launched: LaunchedSwarm) -> dict[str, dict[str, int]]:
     """Of each stage process: what the card's allocator says, main memory, and micro-batches computed twice."""
     _, replies = await ask_all(backbone, timeout_s=10.0)
-    pids = _stage_pids(state_dir)
     found = {}
     for reply in replies.values():
         if isinstance(reply, str) or reply.stage is None:
             raise SwarmError(f"a stage does not answer: {reply}")
         told = {key: int(reply.detail.get(key, 0)) for key in ("peak_tensor_bytes", "peak_device_bytes", "recomputed")}
-        found[f"stage {reply.stage}"] = told | {"peak_rss_bytes": _peak_rss(pids[reply.stage])}
+        found[f"stage {reply.stage}"] = told | {"peak_rss_bytes": _peak_rss(launched.stage_pids(reply.stage)[0])}
     return dict(sorted(found.items()))
-
-
-def _stage_pids(state_dir: str) -> dict[int, int]:
-    """Stage -> pid: processes are titled by their launcher's whole command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-            except OSError:
-                continue  # it has just ended
-            if words[:1] == ["launch_stage"] and any(word.startswith(state_dir) for word in words):
-                found[int(words[words.index("--stage") + 1])] = int(entry.name)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------- all

@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, machine, publish
+from benchmarks.report import machine, publish
+from swarm.testing.launched import Launched, metrics_of
 
 MODEL = {
     "model_type": "llama",
@@ -34,61 +34,33 @@ MODEL = {
 NUM_STAGES = 4
 
 
-class Process:
-    """A launcher, perhaps under a limit, with the most memory that it was seen to have."""
+class Limited(Launched):
+    """A stage peer under a limit, with the most memory that it was seen to have."""
 
-    def __init__(self, directory: Path, name: str, module: str, *argv: object, limit_bytes: int | None = None) -> None:
-        def limited() -> None:
-            assert limit_bytes is not None
-            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-
-        self.name = name
-        self.log = directory / f"{name}.log"
-        command = [sys.executable, "-W", "ignore", "-m", f"launch.{module}", "--host", "127.0.0.1", *map(str, argv)]
-        if module == "stage":  # no supervisor: the process that is watched is the one that computes
-            command.append("--no-restart")
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=ROOT, preexec_fn=limited if limit_bytes else None
-            )
+    def __init__(self, directory: Path, name: str, limit_bytes: int, **options: object) -> None:
+        super().__init__(
+            "launch.stage",
+            directory / f"{name}.log",
+            before=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes)),
+            host="127.0.0.1",
+            device="cpu",
+            threads=1,
+            state_dir=directory / name,
+            no_restart=True,  # no supervisor: the process that is watched is the one that computes
+            **options,
+        )
         self.peak = {"VmData": 0, "RssAnon": 0}
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while self.process.poll() is None:
+        while not self.ended:
             try:
-                status = Path(f"/proc/{self.process.pid}/status").read_text()
+                status = Path(f"/proc/{self.pid}/status").read_text()
                 for key in self.peak:
                     self.peak[key] = max(self.peak[key], int(status.split(f"{key}:")[1].split()[0]) * 1024)
             except (OSError, IndexError):
                 pass
             time.sleep(0.02)
-
-    def until(self, text: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while text not in self.log.read_text():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{self.name}: no {text!r}: {self.log.read_text()[-800:]}")
-            time.sleep(0.1)
-
-    def address(self) -> str:
-        """Where it serves, once it does."""
-        self.until('"address"', 60)
-        [line] = [line for line in self.log.read_text().splitlines() if '"address"' in line]
-        return json.loads(line)["address"]
-
-    def wait(self, timeout_s: float) -> int:
-        return self.process.wait(timeout=timeout_s)
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(timeout=60)
-
-    @property
-    def last_line(self) -> str:
-        lines = [line for line in self.log.read_text().splitlines() if line.strip()]
-        return lines[-1] if lines else ""
 
 
 def _run_file(directory: Path, num_stages: int, steps: int) -> Path:
@@ -101,82 +73,46 @@ def _run_file(directory: Path, num_stages: int, steps: int) -> Path:
     return path
 
 
-def _alone(directory: Path, limit: int, name: str, *argv: object) -> tuple[Process, str, str]:
+def _backbone(directory: Path, name: str, run: Path) -> Launched:
+    return Launched("launch.backbone", directory / f"{name}.log", host="127.0.0.1", run=run, log_format="json")
+
+
+def _trainer(directory: Path, name: str, join: str, metrics: Path | None = None) -> Launched:
+    return Launched("launch.trainer", directory / f"{name}.log", host="127.0.0.1", join=join, metrics=metrics)
+
+
+def _alone(directory: Path, limit: int, name: str, **options: object) -> tuple[Limited, str, str]:
     """One peer that is to serve the whole model: what became of it or of its trainer, and the last words."""
-    run = _run_file(directory, 1, 1)
-    backbone = Process(directory, f"{name}-backbone", "backbone", "--run", run, "--log-format", "json")
-    try:
-        address = backbone.address()
-        peer = Process(
-            directory,
-            name,
-            "stage",
-            "--join",
-            address,
-            "--stage",
-            0,
-            "--device",
-            "cpu",
-            "--threads",
-            1,
-            "--state-dir",
-            directory / name,
-            *argv,
-            limit_bytes=limit,
-        )
-        trainer = Process(directory, f"{name}-trainer", "trainer", "--join", address)
-        try:
+    with _backbone(directory, f"{name}-backbone", _run_file(directory, 1, 1)) as backbone:
+        join = backbone.address()
+        with (
+            Limited(directory, name, limit, join=join, stage=0, **options) as peer,
+            _trainer(directory, f"{name}-trainer", join) as trainer,
+        ):
             deadline = time.monotonic() + 240
-            while time.monotonic() < deadline:
-                for ended in (peer, trainer):
-                    if ended.process.poll() is not None:
-                        what = "stage peer" if ended is peer else "trainer"
-                        return peer, f"{what} exited with {ended.process.returncode}", ended.last_line[:700]
+            while not (peer.ended or trainer.ended):
+                if time.monotonic() > deadline:
+                    raise peer.fail("neither refused nor failed")
                 time.sleep(0.2)
-            raise SystemExit(f"neither refused nor failed: {peer.log.read_text()[-800:]}")
-        finally:
-            peer.stop()
-            trainer.stop()
-    finally:
-        backbone.stop()
+            what, ended = ("stage peer", peer) if peer.ended else ("trainer", trainer)
+            words = [line for line in ended.log.read_text().splitlines() if line.strip()]
+            return peer, f"{what} exited with {ended.process.returncode}", words[-1][:700] if words else ""
 
 
-def _together(directory: Path, limit: int, steps: int) -> tuple[list[Process], list[dict[str, Any]]]:
+def _together(directory: Path, limit: int, steps: int) -> tuple[list[Limited], list[dict[str, Any]]]:
     """Four peers, and what each committed step was like."""
-    run = _run_file(directory, NUM_STAGES, steps)
-    processes = [Process(directory, "backbone", "backbone", "--run", run, "--log-format", "json")]
     metrics = directory / "metrics.jsonl"
-    try:
-        address = processes[0].address()
+    with ExitStack() as processes:
+        backbone = processes.enter_context(_backbone(directory, "backbone", _run_file(directory, NUM_STAGES, steps)))
+        join, peers = backbone.address(), []
         for stage in range(NUM_STAGES):
-            processes.append(
-                Process(
-                    directory,
-                    f"stage-{stage}",
-                    "stage",
-                    "--join",
-                    address,
-                    "--stage",
-                    stage,
-                    "--device",
-                    "cpu",
-                    "--threads",
-                    1,
-                    "--state-dir",
-                    directory / f"stage-{stage}",
-                    limit_bytes=limit,
-                )
-            )
-            processes[-1].until("serving stage", 120)
-        trainer = Process(directory, "trainer", "trainer", "--join", address, "--metrics", metrics)
-        processes.append(trainer)
-        if trainer.wait(500):
-            raise SystemExit(f"the trainer failed: {trainer.log.read_text()[-800:]}")
+            peers.append(processes.enter_context(Limited(directory, f"stage-{stage}", limit, join=join, stage=stage)))
+            peers[-1].says("serving stage", 120)
+        trainer = processes.enter_context(_trainer(directory, "trainer", join, metrics))
+        if trainer.process.wait(500):
+            raise trainer.fail("the trainer failed")
         time.sleep(5.0)  # the last checkpoint is being written
-    finally:
-        for process in reversed(processes):
-            process.stop()
-    return processes[1 : 1 + NUM_STAGES], [json.loads(line) for line in metrics.read_text().splitlines()]
+    return peers, metrics_of(metrics)
 
 
 def _draw(rows: list[dict[str, Any]], limit: int) -> Any:
@@ -199,8 +135,8 @@ def main() -> None:
     rows, details = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        for name, argv in (("alone", []), ("alone, told that it has 64 GiB", ["--memory-limit", "64GiB"])):
-            peer, end, words = _alone(directory, limit, f"alone-{len(argv)}", *argv)
+        for name, told in (("alone", {}), ("alone, told that it has 64 GiB", {"memory_limit": "64GiB"})):
+            peer, end, words = _alone(directory, limit, f"alone-{len(told)}", **told)
             details[name] = {"end": end, "last line": words}
             rows.append(_row(name, peer, end))
         peers, steps = _together(directory, limit, options.steps)
@@ -216,7 +152,7 @@ def main() -> None:
     publish("memory_limit", facts=facts, tables={"peers": rows}, details=details, draw=_draw(rows, limit))
 
 
-def _row(name: str, peer: Process, end: str) -> dict[str, Any]:
+def _row(name: str, peer: Limited, end: str) -> dict[str, Any]:
     peak = {f"peak {key} (MB)": value / 1e6 for key, value in peer.peak.items()}
     return {"peer": name, "end": end, **peak}
 

@@ -18,17 +18,14 @@ design; until three steps have committed a CPU peer's vectors take fresh memory,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +33,8 @@ from typing import Any
 from benchmarks.process_cpu import busy_machine_s, stat_of, tree_of
 from benchmarks.report import machine, publish
 from swarm.base.config import RunConfig
+from swarm.testing.launched import Launched, LaunchedSwarm
 
-POLL_S = 0.01
 STEP_TIMEOUT_S = 300.0
 NUM_STAGES = 2
 #: With more cores than this in others' hands the figures say more about them.
@@ -104,63 +101,22 @@ def _role(process: Path) -> str:
 # ---------------------------------------------------------------------------------------------------- one run
 
 
-@contextmanager
-def started(case: Case, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The case's processes, writing `metrics.jsonl`; afterwards they are gone."""
-    run, metrics = directory / "run.json", directory / "metrics.jsonl"
+def started(case: Case, directory: Path) -> Launched:
+    """The case's processes, which write `metrics.jsonl`."""
+    run = directory / "run.json"
     run.write_bytes(case.config.to_bytes())
     if case.is_plain:
-        words = ["-m", "benchmarks.plain_loop"]
-    else:
-        words = [
-            "-m",
-            "launch.local",
-            "--peers-per-stage",
-            "1",
-            "--trainers",
-            "1",
-            "--device",
-            "cpu",
-            "--quiet",
-            "--state-dir",
-            str(directory / "state"),
-        ]
-    command = [sys.executable, *words, "--run", str(run), "--threads", str(case.threads), "--metrics", str(metrics)]
-    with (directory / "output").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(timeout=30)
-
-
-def steps_of(process: subprocess.Popen[bytes], directory: Path) -> Iterator[dict[str, Any]]:
-    """Lines of the metrics file, each within `POLL_S` of its step's commit."""
-    metrics, read = directory / "metrics.jsonl", 0
-    until = time.monotonic() + STEP_TIMEOUT_S
-    while time.monotonic() < until:
-        *lines, _ = metrics.read_text().split("\n") if metrics.exists() else [""]
-        for line in lines[read:]:
-            yield json.loads(line)
-            until = time.monotonic() + STEP_TIMEOUT_S
-        read = len(lines)
-        if process.poll() is not None:
-            break
-        time.sleep(POLL_S)
-    raise SystemExit(f"no step within {STEP_TIMEOUT_S:g} s; output: {(directory / 'output').read_text()[-2000:]}")
+        metrics = directory / "metrics.jsonl"
+        return Launched("benchmarks.plain_loop", directory / "output", run=run, threads=case.threads, metrics=metrics)
+    return LaunchedSwarm(directory, run=run, threads=case.threads, peers_per_stage=1, trainers=1, device="cpu", quiet=True)
 
 
 def measure(case: Case, warmup: int, num_steps: int) -> Measured:
     """Run the case once; time `num_steps` steps after `warmup` steps."""
-    steps: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, started(case, Path(name)) as process:
-        for step in steps_of(process, Path(name)):
-            steps.append(step)
-            if len(steps) == warmup:
-                before, machine_before, began = cpu_by_role(process.pid), busy_machine_s(), time.monotonic()
-            if len(steps) == warmup + num_steps:
-                break
+        process.steps(warmup, STEP_TIMEOUT_S * warmup)
+        before, machine_before, began = cpu_by_role(process.pid), busy_machine_s(), time.monotonic()
+        steps = process.steps(warmup + num_steps, STEP_TIMEOUT_S * num_steps)
         after, machine_after, ended = cpu_by_role(process.pid), busy_machine_s(), time.monotonic()
     if before.keys() != after.keys():
         raise SystemExit(f"processes came or went while steps were timed: {before.keys() ^ after.keys()}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from launch.local_swarm.plan import RUN_FILE
 from swarm.base.errors import ConfigError
 from swarm.base.ids import RunId
+from swarm.stage.saved.places import PARTIAL, descriptions_of_peers, partials_of, stage_directory, step_name
 
 
 class Kept:
@@ -92,12 +93,12 @@ def adopt_complete(state_dir: Path, num_stages: int, peers_per_stage: int) -> li
     """
     copied = []
     for step, stage in itertools.product(sorted(_complete_steps(state_dir, num_stages)), range(num_stages)):
-        part = Path("checkpoints", f"stage-{stage}", f"step-{step:08d}")
+        part = stage_directory(Path(), stage) / step_name(step)
         started = [state_dir / f"stage-{stage}-{i}" for i in range(peers_per_stage)]
         if any((peer / part).exists() for peer in started):
             continue
         source, target = next(state_dir.glob(f"*/{part}")), started[0] / part
-        unfinished = target.with_name(f".partial-{target.name}")
+        unfinished = target.with_name(f"{PARTIAL}{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(source, unfinished)
         unfinished.rename(target)
@@ -108,7 +109,7 @@ def adopt_complete(state_dir: Path, num_stages: int, peers_per_stage: int) -> li
 def bytes_under_way(peer_dir: Path, pid: int) -> int:
     """What process `pid` has written of the checkpoints that it is writing now; -1 if it is not writing any."""
     num_bytes = -1
-    for partial in peer_dir.glob(f"checkpoints/stage-*/.partial-*-{pid}"):
+    for partial in partials_of(peer_dir, pid):
         with contextlib.suppress(OSError):
             num_bytes = max(num_bytes, 0) + sum(file.stat().st_size for file in partial.iterdir())
     return num_bytes
@@ -120,7 +121,7 @@ def require_own(state_dir: Path, run: RunId) -> None:
     Raises:
         ConfigError: it holds a checkpoint of another run.
     """
-    for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
+    for _, _, description in descriptions_of_peers(state_dir):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             found = str(json.loads(description.read_text())["record"]["run"])
             if found != run and (state_dir / RUN_FILE).exists():
@@ -142,8 +143,6 @@ def newest_checkpoint(state_dir: Path, num_stages: int) -> int | None:
 
 def _complete_steps(state_dir: Path, num_stages: int) -> set[int]:
     steps: dict[int, set[int]] = {}
-    for description in state_dir.glob("*/checkpoints/stage-*/step-*/checkpoint.json"):
-        with contextlib.suppress(ValueError):
-            stage = int(description.parent.parent.name.removeprefix("stage-"))
-            steps.setdefault(int(description.parent.name.removeprefix("step-")), set()).add(stage)
+    for stage, step, _ in descriptions_of_peers(state_dir):
+        steps.setdefault(step, set()).add(stage)
     return {step for step, stages in steps.items() if len(stages) >= num_stages}

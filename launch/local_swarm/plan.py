@@ -12,7 +12,6 @@ from launch.processes.devices import DEFAULT_MEMORY_PART, available_memory, num_
 from launch.run.run_files import DataPaths
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address
-from swarm.feed.dotted import is_dotted
 
 #: The run's verbatim configuration, in its state directory.
 RUN_FILE = "run.json"
@@ -110,8 +109,8 @@ def peer_commands(config: RunConfig, plan: SwarmPlan, backbone: Address, num_dev
                 words.append("--compile")
             if plan.paths.model is not None:
                 words += ["--model", plan.paths.model]
-            if is_dotted(config.model):
-                words += ["--allow-import", config.model]
+            for name in config.imports.values():
+                words += ["--allow-import", name]
             commands.append(Command(f"stage-{stage}-{index}", "launch_stage", words, stage))
     for index in range(plan.trainers):
         words = [*join, *plan.paths.with_tokenizer().arguments()]

@@ -12,7 +12,6 @@ import threading
 
 from launch.processes.devices import before_importing_torch
 from swarm.base.config import RunConfig, parse_config_bytes
-from swarm.feed.dotted import is_dotted
 
 #: Imported in this order; an import that fails stops the fork server, loudly.
 MODULES = (
@@ -35,7 +34,7 @@ MODULES = (
 
 def _import_model(config: RunConfig) -> None:
     """What every stage process would import for itself otherwise, two seconds long."""
-    if is_dotted(config.model):
+    if config.imports:
         return  # a user's own code may do what must not be done before a fork
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -23,13 +23,12 @@ from launch.run.run_files import DataPaths, build_config, create_run, read_run_f
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import Address, new_incarnation
-from swarm.net.exchange import Bounds
-from swarm.net.http.transport import HttpTransport
 from swarm.net.identity import Identity
 from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.ports import bind_tcp_and_udp
 from swarm.net.transport import Transport
+from swarm.net.transports import new_transport
 from swarm.net.visitor import visiting
 from swarm.peer.context import PeerContext
 from swarm.peer.joining import Contacts, fetch_run, require_alone
@@ -145,12 +144,12 @@ async def compose(options: PeerOptions, *, max_inflight_bytes: int) -> tuple[Pee
         config_bytes=run.config_bytes,
         identity=identity,
         incarnation=new_incarnation(random.SystemRandom()),
-        transport=HttpTransport(
+        transport=new_transport(
             host=options.host,
             sock=tcp,
             connect_s=timing.connect_s,
             heartbeat_s=timing.heartbeat_s,
-            bounds=Bounds(max_inflight_bytes=max_inflight_bytes),
+            max_inflight_bytes=max_inflight_bytes,
         ),
         dht=KademliaDht(
             identity=identity,

@@ -17,8 +17,8 @@ from models.files.shards import Directory, Shards, read_config
 from models.files.stored_codes import require_full_precision, without_method
 from models.presets import PRESET_OPTIONS, PRETRAINED
 from swarm.base.config import RunConfig
+from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
-from swarm.feed.dotted import is_dotted
 from swarm.feed.tokenizers import TOKENIZER_FILES, DirectoryTokenizer
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_o
 from models.packing import why_apart
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config, parse_config_bytes
+from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
-from swarm.feed.dotted import is_dotted
 from swarm.feed.sources import BUILTIN
 from swarm.feed.tokenizers import ByteTokenizer
 

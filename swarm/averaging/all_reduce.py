@@ -66,7 +66,8 @@ class Round:
         chunk_elements: int | None = None,
         run_job: RunJob = at_once,
     ) -> None:
-        """
+        """Wait for `run`.
+
         Args:
             attempt: the attempt.
             seals: of all members.
@@ -98,7 +99,7 @@ class Round:
         self._num_chunks = num_chunks
         self._chunk_elements = chunk_elements
         self._run_job = run_job
-        #: By phase; a phase that has ended still answers.
+        #: The exchange of each phase; one that has ended still answers.
         self._exchanges: dict[int, Butterfly] = {}
         self._failure: RoundFailed | None = None
         self._is_complete = False
@@ -115,6 +116,7 @@ class Round:
         return {key: what for exchange in self._exchanges.values() for key, what in exchange.blamed.items()}
 
     def index_of(self, member: Member) -> int | None:
+        """The place of `member` among the members and auxiliaries; None if it is none of them."""
         return next((i for i, known in enumerate(self.members) if known.key == member.key), None)
 
     async def reduce(self, member: Member, phase: int, number: int, part: CodedChunk | None) -> CodedChunk:
@@ -180,7 +182,7 @@ class Round:
         What a sparse code leaves out, and who is far from whom, is known for one group only, and auxiliaries help in one
         only: it holds everyone then.
         """
-        needs_all = part.code.codec == "sparse4" or part.robust is not None or self._num_auxiliaries > 0
+        needs_all = part.code.is_sparse or part.robust is not None or self._num_auxiliaries > 0
         max_group = max(2, len(self.members)) if needs_all else self._max_group
         first, count = self._num_phases, num_levels(len(self.members), max_group)
         self._num_phases += count

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, GroupVector, Reduction, RoundFailed
+from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, Reduction, RoundFailed
 from swarm.base.errors import LinkError, RemoteError
 from swarm.stage.accumulator import is_finite
-from swarm.stage.flat import empty_flat
 from swarm.wire.compression import decode_tensor
 from swarm.wire.messages import Member
 
@@ -31,7 +29,7 @@ SliceExchange = Callable[[int, int, CodedChunk | None], Awaitable[CodedChunk]]
 
 @dataclass(frozen=True)
 class Sum:
-    """What became of a part: everyone's `total` [n], the same bits at each member of the group.
+    """The outcome of one exchange: everyone's `total` [n], the same bits at each member of the group.
 
     With a sparse code also `counted` [n], what the total holds of this member's values, and `lost`, what the code lost of
     the sums that this member made, elements `own` of the total. None with other codes: what they lose is noise.
@@ -46,11 +44,7 @@ class Sum:
 class Butterfly(Reduction):
     """One member's part in one exchange: its own slice, and its parts of everyone else's."""
 
-    def __init__(self, members: Sequence[Member], me: int, part: GroupVector, *, dtype: torch.dtype, **options: Any) -> None:
-        """The arguments are those of `Reduction`, but for `total`."""
-        total = empty_flat(part.num_elements if len(members) > 1 else 0, dtype=dtype)
-        super().__init__(members, me, part, dtype=dtype, total=total, **options)
-        self._flat = total
+    keeps_sums = True
 
     def _spans(self, j: int) -> list[tuple[int, int]]:
         """The chunks of slice `j`."""
@@ -121,14 +115,14 @@ class Butterfly(Reduction):
             raise RoundFailed("; ".join(dict.fromkeys(reasons)), list(dict.fromkeys(suspects)))
 
     def _num_streams(self, j: int) -> int:
-        """Of a pair. Streams share this member's line alike, so beside a large slice of an auxiliary small ones have fewer."""
+        """Streams of a pair. They share this member's line alike: small slices have fewer beside a large one of an auxiliary."""
         if self._num_senders == len(self.members):
             return self._window
         sizes = [end - start for start, end in self._bounds]
         most = self._window if j < self._num_senders else AUXILIARY_WINDOW
         return min(math.ceil(AUXILIARY_WINDOW * sizes[j] / max(1, *sizes)), most)
 
-    async def _stream(self, j: int, numbers: Any, exchange: SliceExchange) -> None:
+    async def _stream(self, j: int, numbers: Iterator[tuple[int, tuple[int, int]]], exchange: SliceExchange) -> None:
         """One of the streams of a pair: sends the next chunk when the one before has come back reduced."""
         arrived: tuple[int, int, CodedChunk] | None = None
         for number, (start, end) in numbers:

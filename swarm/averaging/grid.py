@@ -3,7 +3,7 @@
 Members stand on a full grid, filled row by row (Moshpit SGD, arXiv 2103.03239, section 3.2): at level k those that differ
 in coordinate k alone sum, so after all levels everyone on it holds the sum of all, added in one order. Members beyond the
 largest such grid first hand what they have to one on it, and get the result from it last: an exact tree around the grid.
-The same for everyone, so all end on the same bits.
+Everyone computes the same groups, so all end on the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Level = tuple[int, tuple[int, ...], bool]
 
 @cache
 def grid_of(num_members: int, max_group: int) -> tuple[int, ...]:
-    """Sides, each at most `max_group`, of the largest grid of at most `num_members`; of the fewest levels.
+    """The sides, each at most `max_group`, of the largest grid of at most `num_members`; it has the fewest levels.
 
     Raises:
         ValueError: groups of one would never end.
@@ -41,7 +41,7 @@ def grid_of(num_members: int, max_group: int) -> tuple[int, ...]:
 
 
 def num_levels(num_members: int, max_group: int) -> int:
-    """Exchanges of the whole, those of members beyond the grid included."""
+    """The number of exchanges, those of members beyond the grid included."""
     return 1 if num_members <= max_group else len(grid_of(num_members, max_group)) + 2
 
 

@@ -1,9 +1,9 @@
 """One slice of a butterfly all-reduce: the parts of all members come in chunk by chunk, and their sums go back.
 
 Sums are taken in the order of the members, so they do not depend on who comes first. With a lossy code a sum is encoded
-once, and its reducer keeps what the others decode. A member does this for its own slice, besides sending its parts of the
-others' (`butterfly.py`); an auxiliary, which has nothing to average and needs no result, does this alone. Owns the chunks
-under way; must not know how they travel.
+once, and its reducer keeps what the others decode. A member reduces its own slice, and sends its parts of the other slices
+besides (`butterfly.py`). An auxiliary has nothing to average and needs no result: it only reduces. Owns the chunks under way;
+must not know how they travel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,25 +20,26 @@ from swarm.averaging.robust import centered_clip
 from swarm.base.errors import SwarmError
 from swarm.policy.shares import bounds, hagenbach_bischoff
 from swarm.stage.accumulator import is_finite
+from swarm.stage.flat import empty_flat
 from swarm.wire.compression import decode_tensor, encode_sparse, encode_tensor
 from swarm.wire.framing import Buffer
-from swarm.wire.messages import BLOCK_SIZE, Codec, Member, TensorSpec
+from swarm.wire.messages import BLOCK_SIZE, SPARSE_CODECS, Codec, Member, TensorSpec
 
-#: The largest slice travels in about so many chunks, unless they would be small: the more, the more of the way out and the
-#: way back overlap.
+#: The largest slice travels in about so many chunks, unless they would be small. The more there are, the longer the way out
+#: and the way back overlap.
 NUM_CHUNKS = 16
-#: In fewer if a round of it takes less than so long for each, but not in fewer than that: on fast lines the requests, half
-#: a millisecond of CPU each, are what counts.
+#: There are fewer chunks where a round takes less than `CHUNK_S` seconds for each: on fast lines requests count, which take
+#: half a millisecond of CPU each. There are never fewer than `MIN_CHUNKS`.
 CHUNK_S, MIN_CHUNKS = 0.16, 4
-#: An auxiliary's slice in more: its line carries parts in, and sums out, only while both are under way.
+#: An auxiliary's slice travels in more chunks: its line carries parts in, and sums out, only while both are under way.
 NUM_AUXILIARY_CHUNKS = 128
 MIN_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS = 2**14, 2**20
-#: Chunks of a member that are under way at once, about. They share its line: with more of them the first would come back
-#: later, and the way back stay idle until then.
+#: About so many chunks of a member are under way at once. They share its line: were there more, the first would come back
+#: later, and the way back would be idle until then.
 UNDER_WAY = 28
-#: For each pair of members, at most and at least.
+#: Chunks under way for each pair of members, at most and at least.
 WINDOW, MIN_WINDOW = 4, 2
-#: For each pair of a member and an auxiliary: half of them on their way out, see `rounds.py`.
+#: Chunks under way for each pair of a member and an auxiliary: half of them are on their way out, see `rounds.py`.
 AUXILIARY_WINDOW = 2 * WINDOW
 
 CodedChunk = tuple[TensorSpec, Buffer]
@@ -47,6 +48,7 @@ RunJob = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 async def at_once(job: Callable[[], Any]) -> Any:
+    """Run `job` on the event loop: a `RunJob` for small vectors."""
     return job()
 
 
@@ -60,26 +62,33 @@ class RoundFailed(SwarmError):
 
 @dataclass(frozen=True)
 class Code:
-    """How chunks travel: a codec, and for the sparse one the part of the elements that it keeps."""
+    """The code that chunks travel in: a codec, and for a sparse one the part of the elements that it keeps."""
 
     codec: Codec = "raw"
     kept: float = 1.0
 
     @property
     def is_lossy(self) -> bool:
+        """Whether decoded numbers may differ from the encoded ones."""
         return self.codec != "raw"
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only the largest elements travel, and the others become 0."""
+        return self.codec in SPARSE_CODECS
+
     def _num_kept(self, num_elements: int) -> int | None:
-        return math.ceil(self.kept * num_elements) if self.codec == "sparse4" else None
+        return math.ceil(self.kept * num_elements) if self.is_sparse else None
 
     def encode(self, chunk: torch.Tensor) -> CodedChunk:
+        """Code a chunk [n]."""
         num_kept = self._num_kept(chunk.numel())
         if num_kept is not None:
-            return encode_sparse("slice", chunk, num_kept, "state")
+            return encode_sparse("slice", chunk, self.codec, num_kept, "state")
         return encode_tensor("slice", chunk, self.codec, "state")
 
     def spec(self, num_elements: int, dtype: torch.dtype) -> TensorSpec:
-        """How a chunk of so many elements is described."""
+        """The spec of a chunk of so many elements."""
         return TensorSpec(
             name="slice",
             dtype=str(dtype).removeprefix("torch."),
@@ -98,7 +107,7 @@ class Robust:
     radius: float
 
     def sum(self, parts: Sequence[tuple[int, torch.Tensor]], num_elements: int) -> torch.Tensor:
-        """In place of the sum of `parts`, chunks of the members of these indexes; each chunk has its part of the radius."""
+        """Sum `parts` robustly: (index of a member, its chunk [n]). Each chunk has its part of the radius."""
         counted = [(self.tokens[i], part) for i, part in parts if self.tokens[i]]
         if not counted:
             return torch.zeros_like(parts[0][1])
@@ -118,7 +127,7 @@ class GroupVector:
     code: Code = Code()
     #: [num_elements]; added to the sums that this member makes.
     carry: torch.Tensor | None = None
-    #: If not None: the sum is that of a robust mean, in which no member counts beyond this distance.
+    #: Makes the sum that of a robust mean, in which no member counts beyond a distance; None: the plain sum.
     robust: Robust | None = None
 
 
@@ -162,7 +171,10 @@ class _Chunk:
 
 
 class Reduction:
-    """What one of a group reduces in one exchange."""
+    """The slice that one of a group reduces in one exchange."""
+
+    #: Sums stay to be asked for again; else a chunk is let go of once everyone has taken it.
+    keeps_sums: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -176,9 +188,9 @@ class Reduction:
         num_chunks: int = NUM_CHUNKS,
         chunk_elements: int | None = None,
         run_job: RunJob = at_once,
-        total: torch.Tensor | None = None,
     ) -> None:
-        """
+        """Wait for parts.
+
         Args:
             members: of the group; auxiliaries come last.
             me: index of this one.
@@ -189,8 +201,6 @@ class Reduction:
             num_chunks: in which the largest slice of those that have a part travels, about; the same for all.
             chunk_elements: elements of a chunk of each slice instead.
             run_job: runs what takes time.
-            total: [num_elements]; the sums are written into it, and stay to be asked for again. None: a chunk is let go of
-                once everyone has taken it.
 
         Raises:
             ValueError: if `shares` do not fit the members.
@@ -207,7 +217,8 @@ class Reduction:
         self._part = part
         self._dtype = dtype
         self._run_job = run_job
-        self._total = total
+        #: [num_elements], of which this slice's sums are written; empty where sums are not kept, or nothing travels.
+        self._flat = empty_flat(num_elements if self.keeps_sums and len(members) > 1 else 0, dtype=dtype)
         own = chunk_elements or chunk_elements_of(max(shares[: self._num_senders]), num_chunks)
         sizes = [own] * self._num_senders
         sizes += [chunk_elements or chunk_elements_of(share, NUM_AUXILIARY_CHUNKS) for share in shares[self._num_senders :]]
@@ -215,12 +226,12 @@ class Reduction:
         self._chunk_elements = sizes
         self._window = window_of(self._num_senders, num_chunks) if len(members) > 1 else 0
         self._bounds = bounds(shares)
-        is_sparse = part.code.codec == "sparse4"
+        is_sparse = part.code.is_sparse
         self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and part.values is not None else None
         self._lost = torch.zeros(shares[me], dtype=dtype) if is_sparse else None
         self._failure: RoundFailed | None = None
         self._num_chunks = -(-shares[me] // sizes[me])
-        #: Begun and not let go of.
+        #: The chunks that have begun and were not let go of.
         self._chunks: dict[int, _Chunk] = {}
         self._reduced: set[int] = set()
         self._over = self._unheeded()
@@ -261,7 +272,7 @@ class Reduction:
                 chunk.summing = asyncio.get_running_loop().create_task(self._sum(chunk, number), name="reduce a chunk")
         payload = await asyncio.shield(chunk.reduced)
         chunk.taken_by.add(index)
-        if self._total is None and len(chunk.taken_by) == self._num_senders:
+        if not self.keeps_sums and len(chunk.taken_by) == self._num_senders:
             self._chunks.pop(number, None)
         return payload
 
@@ -302,7 +313,7 @@ class Reduction:
                 if payload is not None:
                     parts.append((index, decode_tensor(*payload)))
             parts.sort(key=lambda part: part[0])
-            total = torch.empty(chunk.end - chunk.start, dtype=self._dtype) if self._total is None else self._total[span]
+            total = self._flat[span] if self.keeps_sums else torch.empty(chunk.end - chunk.start, dtype=self._dtype)
             if self._part.robust is not None and parts and all(is_finite(part) for _, part in parts):
                 total.copy_(self._part.robust.sum(parts, self._part.num_elements))
             elif len(parts) > 1:
@@ -319,7 +330,7 @@ class Reduction:
             if carry is not None:
                 total += carry[span]
             payload = self._part.code.encode(total)
-            if self._part.code.is_lossy and self._total is not None:  # what this member keeps is what the others decode
+            if self._part.code.is_lossy and self.keeps_sums:  # what this member keeps is what the others decode
                 first = self._bounds[self.me][0]
                 lost = None if self._lost is None else self._lost[chunk.start - first : chunk.end - first].copy_(total)
                 decode_tensor(*payload, out=total)
@@ -355,7 +366,7 @@ class Reduction:
                 future.set_exception(error)
 
     async def all_reduced(self) -> None:
-        """Until every chunk of this slice is reduced.
+        """Wait until every chunk of this slice is reduced.
 
         Raises:
             RoundFailed: the exchange ended before.

@@ -31,7 +31,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class TiedRange:
-    """Where one tie lies in this stage's flat tensors."""
+    """The place of one tie in this stage's flat tensors."""
 
     name: str
     start: int
@@ -88,4 +88,5 @@ class TiedRanges:
 
     @property
     def uncounted(self) -> tuple[tuple[int, int], ...]:
+        """The ranges `start:end` of ties that another stage owns: their squares are counted there."""
         return tuple((r.start, r.end) for r in self.ranges if r.stages[0] != self.stage)

@@ -28,6 +28,8 @@ class Recycler:
         self._max_idle = max_idle
         self._max_idle_bytes = max_idle_bytes
         self._idle: list[numpy.ndarray] = []
+        #: Buffers in use, each with the reference that tells when nobody holds it any more, by that reference's id.
+        self._in_use: dict[int, tuple[weakref.ref[numpy.ndarray], numpy.ndarray]] = {}
         # A buffer may come back in the middle of `take`, when its garbage is collected there.
         self._lock = threading.RLock()
         # Pieces of bodies that libraries receive shall come from the heap, too: this block is let go at once, untouched.
@@ -35,11 +37,12 @@ class Recycler:
 
     @property
     def idle_bytes(self) -> int:
+        """Bytes of memory that waits to be used again."""
         with self._lock:
             return sum(buffer.nbytes for buffer in self._idle)
 
     def take(self, num_bytes: int) -> memoryview:
-        """Writable memory with anything in it; pages that were never written take no room."""
+        """Give out writable memory with anything in it; pages that were never written take no room."""
         if num_bytes < _LEAST_BYTES:
             return numpy.empty(num_bytes, numpy.uint8).data
         capacity = _capacity(num_bytes)
@@ -47,12 +50,14 @@ class Recycler:
             found = next((i for i in reversed(range(len(self._idle))) if self._idle[i].nbytes == capacity), None)
             buffer = numpy.empty(capacity, numpy.uint8) if found is None else self._idle.pop(found)
         borrowed = buffer[:num_bytes]
-        weakref.finalize(borrowed, self._give_back, buffer).atexit = False
+        gone = weakref.ref(borrowed, self._give_back)
+        with self._lock:
+            self._in_use[id(gone)] = gone, buffer
         return borrowed.data  # this view, and every view of it, keeps `borrowed` alive
 
-    def _give_back(self, buffer: numpy.ndarray) -> None:
+    def _give_back(self, gone: weakref.ref[numpy.ndarray]) -> None:
         with self._lock:
-            self._idle.append(buffer)
+            self._idle.append(self._in_use.pop(id(gone))[1])
             while len(self._idle) > self._max_idle or self.idle_bytes > self._max_idle_bytes:
                 del self._idle[0]
 

@@ -1,4 +1,4 @@
-"""The run's frozen configuration, its presets of timing, and the run id. Owns validation; reads no file or variable.
+"""The run's frozen configuration, and the run id. Owns validation; reads no file or variable.
 
 The bytes of the creator's configuration are kept verbatim: `run_id` hashes them, so every peer of a run has the same.
 """
@@ -9,41 +9,15 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from swarm.base.choices import COMPRESSOR_FACTS, OPTIMIZER_FACTS, ROUNDING, compressor_facts, one_of, optimizer_facts
+from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
 from swarm.base.ids import MAX_TICKETS, RunId
-
-
-class Timing(BaseModel):
-    """Deadlines in seconds. `local`, `lan` and `wan` are presets; each field may be overridden."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    heartbeat_s: float = Field(0.5, ge=0.01, description="a server that still works says so this often")
-    connect_s: float = Field(2.0, ge=0.05, description="a connection must stand within this time")
-    stall_s: float = Field(8.0, ge=0.05, description="a caller waits only while counters advance within this time")
-    request_s: float = Field(4.0, ge=0.05, description="deadline of a short request that needs no compute")
-    lease_s: float = Field(8.0, ge=0.05, description="a trainer silent for longer loses its tickets")
-    coordinator_s: float = Field(3.0, ge=0.05, description="a coordinator silent for longer is replaced")
-    record_ttl_s: float = Field(10.0, ge=0.1, le=3600, description="life of a DHT record at its receiver; renewed at a third")
-    genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
-    stage_lost_s: float = Field(60.0, ge=0.05, description="a stage without a holder for this long is lost")
-    average_s: float = Field(30.0, ge=0.05, description="one averaging round inside a stage must end within this time")
-    rebalance_every_s: float = Field(
-        300.0, ge=0, description="time between decisions whether peers move to another stage; 0 moves nobody"
-    )
-
-    @model_validator(mode="after")
-    def _cross_check(self) -> Timing:
-        if self.stall_s < 2 * self.heartbeat_s:
-            raise ValueError(
-                f"stall_s {self.stall_s:g} is below two heartbeats of {self.heartbeat_s:g} s (heartbeat_s): every wait would fail"
-            )
-        return self
-
+from swarm.base.timing import TIMING_PRESETS, Timing
 
 #: What an option is for, as another field and its values that use it; `parse_config` refuses to set it beside others.
 BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -57,32 +31,8 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "fragments": ("mode", ("local",)),
 }
 
-TIMING_PRESETS: dict[str, dict[str, float]] = {
-    "local": {},
-    "lan": {
-        "connect_s": 3.0,
-        "stall_s": 20.0,
-        "request_s": 6.0,
-        "lease_s": 20.0,
-        "coordinator_s": 5.0,
-        "record_ttl_s": 20.0,
-        "genesis_quiet_s": 3.0,
-        "stage_lost_s": 120.0,
-        "average_s": 120.0,
-    },
-    "wan": {
-        "heartbeat_s": 2.0,
-        "connect_s": 10.0,
-        "stall_s": 60.0,
-        "request_s": 20.0,
-        "lease_s": 60.0,
-        "coordinator_s": 15.0,
-        "record_ttl_s": 60.0,
-        "genesis_quiet_s": 10.0,
-        "stage_lost_s": 600.0,
-        "average_s": 1200.0,
-    },
-}
+#: Fields that may name the owner's own code.
+_MAY_IMPORT = ("model", "optimizer", "average_compression")
 
 
 class Lora(BaseModel):
@@ -134,8 +84,12 @@ class RunConfig(BaseModel):
     micro_batch_size: int = Field(8, ge=1, le=2**20, description="samples per micro-batch (ticket)")
     target_batch_size: int = Field(64, ge=1, description="samples per optimizer step; a multiple of micro_batch_size")
     total_steps: int = Field(60, ge=1, le=2**32, description="optimizer steps of the run")
-    optimizer: Literal["adamw", "adamw8bit"] = Field(
-        "adamw", description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too"
+    optimizer: Annotated[str, AfterValidator(one_of(OPTIMIZER_FACTS))] = Field(
+        "adamw",
+        max_length=200,
+        examples=[*OPTIMIZER_FACTS],
+        description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too; "
+        "package.module:name is the owner's own",
     )
     learning_rate: float = Field(3e-3, ge=1e-12, le=10, description="peak learning rate of AdamW")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment")
@@ -147,11 +101,16 @@ class RunConfig(BaseModel):
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
-    compression: Literal["none", "8bit", "fp16", "bf16"] = Field("8bit", description="activations and their gradients")
-    average_compression: Literal["none", "fp16", "bf16", "8bit", "int8", "uniform8", "powersgd", "cocktail"] = Field(
+    compression: Annotated[str, AfterValidator(one_of(ROUNDING, or_own=False))] = Field(
+        "8bit", examples=[*ROUNDING], description="activations and their gradients"
+    )
+    average_compression: Annotated[str, AfterValidator(one_of(COMPRESSOR_FACTS))] = Field(
         "none",
+        max_length=200,
+        examples=[*COMPRESSOR_FACTS],
         description="averages on the wire; 8bit has a step for each 64 values, int8 for each 4,096, uniform8 keeps sums; "
-        "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits",
+        "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits; package.module:name is the "
+        "owner's own",
     )
     powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")
     cocktail_top: float = Field(0.2, ge=1e-4, le=1, description="part of a fragment's elements that cocktail sends")
@@ -248,16 +207,20 @@ class RunConfig(BaseModel):
                 f"average_compression {self.average_compression!r} excludes precision 'fp64', which is there to compare bits; "
                 "use 'none', or fp32"
             )
-        if self.optimizer == "adamw8bit" and self.precision == "fp64":
-            raise ValueError("optimizer 'adamw8bit' excludes precision 'fp64', whose digits it would lose; use 'adamw', or fp32")
-        if self.aggregation != "mean" and (self.average_compression in ("powersgd", "cocktail") or self.fragments > 1):
-            what = "fragments" if self.fragments > 1 else f"average_compression {self.average_compression!r}"
-            raise ValueError(f"aggregation {self.aggregation!r} compares whole averages: it excludes {what}")
-        if self.auxiliaries and (
-            self.average_compression in ("powersgd", "cocktail") or self.fragments > 1 or self.aggregation != "mean"
-        ):
-            what = "fragments" if self.fragments > 1 else f"average_compression {self.average_compression!r}"
-            what = what if self.aggregation == "mean" else f"aggregation {self.aggregation!r}"
+        if optimizer_facts(self.optimizer).excludes_fp64 and self.precision == "fp64":
+            raise ValueError(
+                f"optimizer {self.optimizer!r} excludes precision 'fp64', whose digits it would lose; use 'adamw', or fp32"
+            )
+        compressor = compressor_facts(self.average_compression)
+        if self.mode in compressor.unfit:
+            raise ValueError(f"average_compression {self.average_compression!r} {compressor.unfit[self.mode]}")
+        partial = "fragments" if self.fragments > 1 else ""
+        if not partial and compressor.keeps_back:
+            partial = f"average_compression {self.average_compression!r}"
+        if self.aggregation != "mean" and partial:
+            raise ValueError(f"aggregation {self.aggregation!r} compares whole averages: it excludes {partial}")
+        if self.auxiliaries and (partial or self.aggregation != "mean"):
+            what = partial or f"aggregation {self.aggregation!r}"
             raise ValueError(f"auxiliaries sum whole averages in one exchange: they exclude {what}")
         self._check_mode()
         return self
@@ -281,16 +244,18 @@ class RunConfig(BaseModel):
                 )
             if self.delay_steps:
                 raise ValueError("mode 'local' excludes delay_steps: a peer never waits for others between its own updates")
-            if self.average_compression == "powersgd":
-                raise ValueError("average_compression 'powersgd' is for gradients (mode 'sync'); mode 'local' has 'cocktail'")
             return
         if self.inner_batch_size or self.fragments > 1:
             raise ValueError(_belongs(self, "inner_batch_size" if self.inner_batch_size else "fragments"))
-        if self.average_compression == "cocktail":
-            raise ValueError("average_compression 'cocktail' sends differences of models: it needs mode 'local'")
+
+    @property
+    def imports(self) -> dict[str, str]:
+        """The owner's own code that the run names: field -> `package.module:name`."""
+        return {field: name for field in _MAY_IMPORT if is_dotted(name := getattr(self, field))}
 
     @property
     def tickets_per_step(self) -> int:
+        """Micro-batches of one step."""
         return self.target_batch_size // self.micro_batch_size
 
     @property
@@ -308,6 +273,7 @@ class RunConfig(BaseModel):
 
 
 def run_id_of(config_bytes: bytes) -> RunId:
+    """The id of the run with this configuration, to the byte."""
     return hashlib.sha256(b"swarm run\0" + config_bytes).hexdigest()
 
 

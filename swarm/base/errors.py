@@ -8,7 +8,7 @@ class SwarmError(Exception):
 
 
 class InternalError(SwarmError):
-    """Our own fault: an invariant does not hold. Never retried."""
+    """The fault is our own: an invariant does not hold. It is never retried."""
 
 
 class ConfigError(SwarmError):

@@ -23,7 +23,7 @@ MAX_TICKETS = 65536
 
 
 class Address(NamedTuple):
-    """Where a peer listens: the same port number serves TCP (HTTP) and UDP (DHT)."""
+    """The place where a peer listens: the same port number serves TCP (HTTP) and UDP (DHT)."""
 
     host: str
     port: int

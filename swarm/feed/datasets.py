@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from swarm.base.config import RunConfig
+from swarm.base.dotted import import_factory, is_dotted
 from swarm.base.errors import ConfigError
 from swarm.feed.chat import ChatReader, Example
-from swarm.feed.dotted import import_factory, is_dotted
 from swarm.feed.packing import PackedExamples
 from swarm.feed.samples import ArraySamples, Batch, Samples, TokenWindows
 from swarm.feed.sources import BUILTIN, Record, records_of

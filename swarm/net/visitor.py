@@ -23,9 +23,9 @@ async def visiting(*, connect_s: float = 2.0) -> AsyncIterator[Transport]:
     Args:
         connect_s: a connection must stand within this time, in seconds.
     """
-    from swarm.net.http.transport import HttpTransport
+    from swarm.net.transports import new_transport
 
-    transport = HttpTransport(connect_s=connect_s)
+    transport = new_transport(connect_s=connect_s)
     try:
         yield transport
     finally:

@@ -18,7 +18,7 @@ import torch
 
 from swarm.averaging.reduction import Code, GroupVector, Reduction, RoundFailed, bytes_under_way
 from swarm.net.transport import Progress
-from swarm.peer.announcing import keep_announcing, withdraw
+from swarm.peer.announcing import keep_announcing, record_of, withdraw
 from swarm.peer.context import aggregator_key
 from swarm.peer.link import Link, Refuse
 from swarm.peer.link_meters import LinkMeters
@@ -120,7 +120,7 @@ class Aggregator:
     def _attempt_of(self, message: m.Assist) -> _Attempt:
         vector, code = message.vector, Code(message.vector.codec)
         dtype = _DTYPES.get(vector.dtype)
-        if dtype is None or vector != code.spec(vector.num_elements, dtype) or vector.codec == "sparse4":
+        if dtype is None or vector != code.spec(vector.num_elements, dtype) or vector.is_sparse:
             raise Refuse("bad_request", f"{vector.dtype} {vector.shape} in {vector.codec} is no average that is summed here")
         return _Attempt(
             message.step,
@@ -264,16 +264,7 @@ class Aggregator:
         await keep_announcing(self._link, aggregator_key(self._link.context.run), self._record)
 
     def _record(self) -> PeerRecord:
-        context = self._link.context
-        return PeerRecord(
-            peer=context.peer,
-            incarnation=context.incarnation,
-            role="backbone",
-            host=context.address.host,
-            port=context.address.port,
-            ttl_s=self._timing.record_ttl_s,
-            sequence=context.identity.next_sequence(),
-        )
+        return record_of(self._link.context, "backbone")
 
     def status(self) -> dict[str, str | int | float | bool]:
         """Return what an operator wants to see."""

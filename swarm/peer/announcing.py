@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any, Literal
 
 from swarm.base.errors import StorageError, SwarmError
-from swarm.peer.context import aggregator_key, coordinator_key
+from swarm.peer.context import PeerContext, aggregator_key, coordinator_key
 from swarm.peer.link import Link
 from swarm.wire.messages import Member
 from swarm.wire.records import PeerRecord
@@ -26,6 +27,24 @@ WITHDRAWN_TTL_S = 1.0
 def member_of(record: PeerRecord) -> Member:
     """Return the peer that announced `record`."""
     return Member(peer=record.peer, incarnation=record.incarnation, host=record.host, port=record.port)
+
+
+def record_of(context: PeerContext, role: Literal["stage", "coordinator", "backbone"], **details: Any) -> PeerRecord:
+    """Return what this peer says of itself in `role`, with the next number of its identity.
+
+    Raises:
+        StorageError: the disk refuses to reserve the number.
+    """
+    return PeerRecord(
+        peer=context.peer,
+        incarnation=context.incarnation,
+        role=role,
+        host=context.address.host,
+        port=context.address.port,
+        ttl_s=context.config.timing.record_ttl_s,
+        sequence=context.identity.next_sequence(),
+        **details,
+    )
 
 
 async def announce(link: Link, key: str, record: PeerRecord) -> None:

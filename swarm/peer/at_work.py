@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from swarm.base.errors import LinkError, RemoteError
 from swarm.net.transport import Progress
 from swarm.peer.link import Link, Tasks
 from swarm.stage.executor import Executor, Running
@@ -104,9 +103,6 @@ class AtWork:
     async def _ask(self) -> None:
         """Ask other peers of the stage what such a job took."""
         for mate in list(self._mates())[:MAX_ASKED]:
-            try:
-                reply, _ = await self._link.ask(mate, m.Status(), m.StatusReply)
-            except (LinkError, RemoteError):
-                continue
-            if reply.member.key == mate.key:
+            reply = await self._link.status_of(mate)
+            if reply is not None and reply.member.key == mate.key:
                 self._executor.times.hear(reply.detail)

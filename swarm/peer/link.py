@@ -7,14 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar, Union
 
-from swarm.base.errors import LinkError, RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.base.errors import LinkError, RemoteError, RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.base.ids import Address
 from swarm.net.exchange import one_line
 from swarm.net.transport import Progress
 from swarm.peer.context import PeerContext
 from swarm.peer.presence import Presence
 from swarm.wire.framing import Buffer, Frame
-from swarm.wire.messages import REQUEST_KINDS, Member, Message, Refusal, Status, StatusReply
+from swarm.wire.messages import REQUEST_KINDS, Ack, Member, Message, Refusal, Status, StatusReply
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Link:
     def __init__(self, context: PeerContext) -> None:
         self.context = context
         #: Which of the members that were asked are there.
-        self.presence = Presence(self._status_of, context.config.timing)
+        self.presence = Presence(self._status, context.config.timing)
         self._handlers: dict[type[Message], MessageHandler] = {}
 
     def register(self, kind: type[Message], handler: MessageHandler) -> None:
@@ -108,7 +108,7 @@ class Link:
                 raise
         if isinstance(reply.message, Refusal):
             raise RefusedBy(reply.message)
-        if isinstance(target, Member) and self.presence.liveness.is_doubted(target.key) and expect is not StatusReply:
+        if isinstance(target, Member) and self.presence.liveness.is_suspected(target.key) and expect is not StatusReply:
             self.presence.heard(target)
         if not isinstance(reply.message, expect):
             raise RemoteProtocolError(f"{message.__class__.__name__} was answered by {reply.message.__class__.__name__}")
@@ -124,7 +124,23 @@ class Link:
             target, lambda counted: transport.call(address, request, stall_s=stall_s, progress=counted), progress
         )
 
-    async def _status_of(self, member: Member) -> StatusReply:
+    async def status_of(self, member: Member) -> StatusReply | None:
+        """Ask a peer how it is; None if it does not answer, or refuses."""
+        try:
+            return (await self.ask(member, Status(), StatusReply))[0]
+        except (LinkError, RemoteError):
+            return None
+
+    async def tell(self, member: Member, message: Message) -> bool:
+        """Send what needs no more than an `Ack`; False if it was not taken."""
+        try:
+            await self.ask(member, message, Ack)
+        except (LinkError, RemoteError) as error:
+            logger.debug("%s not taken by %s: %s", type(message).__name__, member.peer[:8], error)
+            return False
+        return True
+
+    async def _status(self, member: Member) -> StatusReply:
         return (await self.ask(member, Status(), StatusReply))[0]
 
     async def _answer_own(self, request: Frame, progress: Progress) -> Frame:

@@ -81,7 +81,7 @@ class Presence:
 
     def suspect(self, member: Member, reason: str) -> None:
         """Have `member` looked at, which somebody else could not use."""
-        self.liveness.doubt(member, reason, now=asyncio.get_running_loop().time())
+        self.liveness.suspect(member, reason, now=asyncio.get_running_loop().time())
         self._woken.set()
 
     def heard(self, member: Member) -> None:
@@ -145,7 +145,7 @@ class Presence:
     def _suspect_still_ones(self, now: float) -> None:
         for call in self._calls:
             if call.stillness.is_due(call.progress.count, now=now):
-                self.liveness.doubt(call.member, "a call stands still", now=now)
+                self.liveness.suspect(call.member, "a call stands still", now=now)
 
     def _give_up_on(self, member: Member) -> None:
         now = asyncio.get_running_loop().time()
@@ -193,7 +193,7 @@ class Candidates:
         self._members = members
         liveness = presence.liveness
         heard = [x for x in members if not liveness.is_silent(x.key)]
-        self._left = sorted(heard or members, key=lambda x: liveness.is_doubted(x.key))
+        self._left = sorted(heard or members, key=lambda x: liveness.is_suspected(x.key))
         self._tried: list[Member] = []
 
     async def next(self, also: Sequence[Member] = ()) -> Member | None:
@@ -201,13 +201,13 @@ class Candidates:
 
         When the others are looked at, those of `also` that are not silent are, too.
         """
-        is_doubted, is_silent = self._presence.liveness.is_doubted, self._presence.liveness.is_silent
-        if self._tried and is_doubted(self._tried[-1].key):
+        is_suspected, is_silent = self._presence.liveness.is_suspected, self._presence.liveness.is_silent
+        if self._tried and is_suspected(self._tried[-1].key):
             self._left = [x for x in self._left if not is_silent(x.key)]
             if self._left:
                 await self._presence.answering([*self._left, *(x for x in also if not is_silent(x.key))])
             self._left = [x for x in self._left if not is_silent(x.key)]
-        elif self._left and is_doubted(self._left[0].key):
+        elif self._left and is_suspected(self._left[0].key):
             self._left = await self._presence.answering(self._left)
         if not self._left:
             return None

@@ -32,7 +32,7 @@ class InFlightControl:
     gain: float = 0.01
     window: int = 32
     reason: str = "start"
-    #: Of the window: micro-batches that came back while the limit was reached, and the seconds that took.
+    #: Micro-batches of the window that came back while the limit was reached, and the seconds that they took.
     _count: int = 0
     _seconds: float = 0.0
     _last: float | None = None

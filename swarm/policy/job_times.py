@@ -20,7 +20,7 @@ _MADE_OF: Mapping[str, tuple[str, ...]] = {RECOMPUTATION: ("forward", "backward"
 
 
 class JobTimes:
-    """Of one compute thread, in seconds by kind of job."""
+    """Seconds that jobs of one compute thread take, by kind."""
 
     def __init__(self) -> None:
         self._own: dict[str, deque[float]] = {}
@@ -35,14 +35,14 @@ class JobTimes:
         return {f"{kind}_s": round(max(self._own[kind]), 3) for kind in KINDS if kind in self._own}
 
     def hear(self, told: Mapping[str, object]) -> None:
-        """What another peer of the stage told of its jobs; what this one knows of its own counts more."""
+        """Learn what another peer of the stage told of its jobs; what this one knows of its own counts more."""
         for kind in KINDS:
             seconds = told.get(f"{kind}_s")
             if isinstance(seconds, int | float) and 0 <= seconds < math.inf:
                 self._heard[kind] = float(seconds)
 
     def longest_s(self, kind: str) -> float | None:
-        """What such a job took at most lately; None if nothing tells."""
+        """The longest that such a job took lately; None if nothing tells."""
         if kind in self._own:
             return max(self._own[kind])
         if kind in self._heard:
@@ -52,6 +52,6 @@ class JobTimes:
         return sum(known) if known and len(known) == len(parts) else None
 
     def allowed_s(self, kind: str) -> float:
-        """What such a job may take; infinite if nothing tells, so that the first one is not given up halfway."""
+        """The time that such a job may take; infinite if nothing tells, so that the first one is not given up halfway."""
         longest = self.longest_s(kind)
         return math.inf if longest is None else ALLOWED * longest

@@ -6,7 +6,7 @@ from swarm.policy.throughput import Swarm, Worker
 
 
 def best_stage(swarm: Swarm, newcomer: Worker) -> tuple[int | None, str]:
-    """The stage, or None if no stage's state fits into the newcomer's memory; and the reason.
+    """Choose the stage, or None if no stage's state fits into the newcomer's memory; and give the reason.
 
     Where several stages are the slowest no single newcomer raises the throughput; it then raises one of them, so that the
     next newcomers do. The snapshot should hold those who were placed and do not serve yet: newcomers who ask at once then

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.policy.throughput import Key, Swarm, Worker
+from swarm.base.ids import MemberKey
+from swarm.policy.throughput import Swarm, Worker
 
-#: A plan must raise the predicted throughput by this part, and by what noise may feign: this part of it over the root of
-#: the number of tickets that were measured at the slowest stage.
+#: A plan must raise the predicted throughput by the part `MIN_GAIN`, and by what noise may feign: `NOISE` over the root of the
+#: number of tickets that were measured at the slowest stage.
 MIN_GAIN = 0.03
 NOISE = 0.25
 #: Periods for which an assignment is expected to hold: a transfer must pay for itself within them.
@@ -32,7 +33,7 @@ TOLERANCE = 1e-9
 class PlannedMove(NamedTuple):
     """One peer goes from stage `source` to stage `target`."""
 
-    key: Key
+    key: MemberKey
     source: int
     target: int
 
@@ -48,7 +49,7 @@ class RebalancePlan:
 
 
 def plan_moves(swarm: Swarm, *, period_s: float, min_peers: int = 1) -> RebalancePlan:
-    """The moves that pay.
+    """Choose the moves that pay.
 
     Args:
         swarm: the snapshot; peers that are on their way to a stage count there, and stay.
@@ -91,7 +92,7 @@ class _Search:
         self.rates = swarm.stage_rates({})
         self.moves: tuple[PlannedMove, ...] = ()
         self._used: set[tuple[int, int]] = set()
-        self._moved: set[Key] = set()
+        self._moved: set[MemberKey] = set()
         self._at: list[list[Worker]] = [[] for _ in swarm.stages]
         for worker in swarm.workers:
             self._at[worker.stage].append(worker)
@@ -171,7 +172,7 @@ def _worth(swarm: Swarm, moves: tuple[PlannedMove, ...], *, before: float, after
 
 
 def _needed(swarm: Swarm, moves: tuple[PlannedMove, ...], after: float) -> tuple[PlannedMove, ...]:
-    """Without the moves that `after` does not need."""
+    """Leave out the moves that `after` does not need."""
     for move in reversed(moves):
         fewer = tuple(other for other in moves if other != move)
         if swarm.throughput({m.key: m.target for m in fewer}) >= after * (1 - TOLERANCE):

@@ -1,4 +1,4 @@
-"""Which head a run goes on from when a stage was lost, or when everyone starts again. Pure."""
+"""Which version a run goes on from when a stage was lost, or when everyone starts again. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Holding(NamedTuple):
-    """A head that some peer holds; heads are ordered by (era, step)."""
+    """A version that some peer holds; versions are ordered by (era, step)."""
 
     version_id: str
     era: int
@@ -15,25 +15,25 @@ class Holding(NamedTuple):
 
 
 def newest_complete(stages: Sequence[Mapping[Any, Sequence[Holding]]]) -> tuple[Holding | None, str]:
-    """The newest head that a peer of every stage holds.
+    """Find the newest version of which every stage has a peer that holds it.
 
     Args:
         stages: for each stage, what each peer holds.
 
     Returns:
-        The head, or None if only the initial values are complete; and the reason.
+        The version, or None if only the initial values are complete; and the reason.
     """
     newest: dict[str, Holding] = {}
     complete: set[str] | None = None
     for peers in stages:
         held = [holding for holdings in peers.values() for holding in holdings]
-        for holding in held:  # one head may have been restored in a later era than its checkpoint says
+        for holding in held:  # a version may have been restored in a later era than its checkpoint says
             newest[holding.version_id] = max(newest.get(holding.version_id, holding), holding, key=lambda h: h.era)
         version_ids = {holding.version_id for holding in held}
         complete = version_ids if complete is None else complete & version_ids
     if not complete:
         short = [k for k, peers in enumerate(stages) if not any(peers.values())]
-        where = f"stages {short} hold nothing" if short else "no head is held by every stage"
+        where = f"stages {short} hold nothing" if short else "no version is held by every stage"
         return None, f"{where}: back to the initial values"
     best = max((newest[version_id] for version_id in complete), key=lambda h: (h.era, h.step, h.version_id))
     return best, f"step {best.step + 1} is the newest that every stage holds"
@@ -42,12 +42,12 @@ def newest_complete(stages: Sequence[Mapping[Any, Sequence[Holding]]]) -> tuple[
 def worth_waiting_for(
     present: Sequence[Mapping[str, Collection[str]]], version_ids: Sequence[str], writers: Mapping[str, Sequence[Collection[str]]]
 ) -> tuple[str, tuple[str, ...]]:
-    """The newest head that peers who are not here may complete, and who they are; ("", ()) if there is none.
+    """Find the newest version that peers who are not here may complete, and who they are; ("", ()) if there is none.
 
     Args:
-        present: for each stage, the heads that each peer that is here holds.
-        heads: those newer than the newest complete one, newest first.
-        writers: for each of these, the peers of each stage that were to write it to disk.
+        present: for each stage, the versions that each peer that is here holds.
+        version_ids: the versions newer than the newest complete one, newest first.
+        writers: for each of them, the peers of each stage that were to write it to disk.
     """
     for version_id in version_ids:
         absent: list[str] = []

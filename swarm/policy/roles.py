@@ -18,9 +18,9 @@ import numpy as np
 
 from swarm.policy.shares import Reducer, best_shares, best_time
 
-#: Every choice of computing members is looked at up to so many that could compute; beyond, one change at a time.
+#: Every choice of computing members is looked at if no more than so many could compute; else one change at a time.
 MAX_ENUMERATED = 10
-#: In groups up to this size every choice is solved as the whole program; beyond, unless single links have limits, with the
+#: Every choice is solved as the whole program in groups up to this size, or if single links have limits. Larger groups use the
 #: rates of a butterfly (`shares.py`), which are a little lower where few members can be connected to.
 MAX_SOLVED = 6
 
@@ -36,6 +36,7 @@ class Candidate:
     reachable: bool = True
 
     def reducer(self, computes: bool) -> Reducer:
+        """This candidate as the shares' program sees it, if it `computes` or not."""
         return Reducer(
             upload=self.upload, download=self.download, computes=computes, receives=self.holds_replica, reachable=self.reachable
         )
@@ -50,12 +51,12 @@ class RolePlan:
     steps_per_s: float
 
 
-Links = Sequence[Sequence[float]]
+Bandwidths = Sequence[Sequence[float]]
 _Rate = Callable[[Sequence[int]], float]
 
 
-def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Links | None = None) -> tuple[float, np.ndarray]:
-    """The linear program at given roles.
+def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Bandwidths | None = None) -> tuple[float, np.ndarray]:
+    """Solve the linear program at given roles.
 
     Args:
         candidates: all peers of the group.
@@ -74,9 +75,9 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Link
     num = 2 * num_pairs + n + 1
     rows, limits = [], []
 
-    def at_most(attempts: dict[int, float], limit: float) -> None:
+    def at_most(factors: dict[int, float], limit: float) -> None:
         row = np.zeros(num)
-        for variable, factor in attempts.items():
+        for variable, factor in factors.items():
             row[variable] = factor
         rows.append(row)
         limits.append(limit)
@@ -117,9 +118,9 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Link
 
 
 def plan_roles(
-    candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Links | None = None
+    candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Bandwidths | None = None
 ) -> tuple[RolePlan, str]:
-    """Who should compute, and what each should aggregate, for the most steps per second; and why.
+    """Choose who should compute, and what each should aggregate, for the most steps per second; and say why.
 
     Args:
         candidates: all peers of the group.

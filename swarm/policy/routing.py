@@ -10,8 +10,9 @@ import random
 import statistics
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-Key = tuple[str, str]
+from swarm.base.ids import MemberKey
 
 EMA_ALPHA = 0.1
 FIRST_BAN_S = 1.0
@@ -21,7 +22,7 @@ MAX_CANDIDATES = 4
 
 @dataclass(slots=True)
 class _Peer:
-    key: Key
+    key: MemberKey
     assigned_work_s: float
     num_assigned: int = 0
     #: Samples reserved before anyone of the stage was measured.
@@ -37,17 +38,52 @@ class _Peer:
         return self.weighted_s / self.weight if self.weight else None
 
 
+class Router(Protocol):
+    """Chooses among the peers of one stage, for one trainer."""
+
+    def set_members(self, keys: Iterable[MemberKey]) -> None:
+        """Take over the stage's members."""
+
+    def candidates(
+        self,
+        num_samples: int,
+        *,
+        now: float,
+        first: MemberKey | None = None,
+        limit: int = MAX_CANDIDATES,
+        without: Container[MemberKey] = (),
+    ) -> list[MemberKey]:
+        """Peers to try with so many samples, in order, `limit` at most; the first is expected to serve them.
+
+        `first` goes in front if it may be tried, and those of `without` are left out. An empty list means that nobody of the
+        stage may be tried at `now`.
+        """
+
+    def observe(self, key: MemberKey, seconds: float, num_samples: int, *, reserved: MemberKey | None = None) -> None:
+        """Hear that `key` served so many samples in `seconds` of queue and compute; `reserved` was expected to."""
+
+    def failed(self, key: MemberKey, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
+        """Hear that a peer was silent, unreachable or broken."""
+
+
+class MakeRouter(Protocol):
+    """Makes a router, such as the class `StageRouter`."""
+
+    def __call__(self, rng: random.Random, *, max_ban_s: float) -> Router:
+        """`rng` is the trainer's; a peer that failed should be left out for `max_ban_s` seconds at most."""
+
+
 class StageRouter:
     """Spreads micro-batches over the peers of one stage in proportion to their speed."""
 
     def __init__(self, rng: random.Random, *, max_ban_s: float = 30.0) -> None:
         self._rng = rng
         self._max_ban_s = max_ban_s
-        self._peers: dict[Key, _Peer] = {}
+        self._peers: dict[MemberKey, _Peer] = {}
         #: (assigned work in s, assigned before anyone was measured, random tie, peer)
-        self._heap: list[tuple[float, int, float, Key]] = []
+        self._heap: list[tuple[float, int, float, MemberKey]] = []
 
-    def set_members(self, keys: Iterable[Key]) -> None:
+    def set_members(self, keys: Iterable[MemberKey]) -> None:
         """Take over the stage's members; a new one enters at the heap's minimum, so that it is tried at once."""
         keys = list(keys)
         gone = set(self._peers) - set(keys)
@@ -78,7 +114,7 @@ class StageRouter:
         self._heap = [self._entry(peer) for peer in self._peers.values()]
         heapq.heapify(self._heap)
 
-    def _entry(self, peer: _Peer) -> tuple[float, int, float, Key]:
+    def _entry(self, peer: _Peer) -> tuple[float, int, float, MemberKey]:
         return (peer.assigned_work_s, peer.num_assigned, self._rng.random(), peer.key)
 
     def _charge(self, peer: _Peer, num_samples: int) -> None:
@@ -96,8 +132,14 @@ class StageRouter:
         return statistics.median(measured) if measured else 0.0
 
     def candidates(
-        self, num_samples: int, *, now: float, first: Key | None = None, limit: int = MAX_CANDIDATES, without: Container[Key] = ()
-    ) -> list[Key]:
+        self,
+        num_samples: int,
+        *,
+        now: float,
+        first: MemberKey | None = None,
+        limit: int = MAX_CANDIDATES,
+        without: Container[MemberKey] = (),
+    ) -> list[MemberKey]:
         """Peers to try, in order; work is reserved at the first. `first` goes in front if it may be tried.
 
         Banned peers and those of `without` are left out. An empty list means that nobody of the stage may be tried at `now`.
@@ -116,7 +158,7 @@ class StageRouter:
             heapq.heappush(self._heap, self._entry(self._peers[order[0]]))
         return order
 
-    def observe(self, key: Key, seconds: float, num_samples: int, *, reserved: Key | None = None) -> None:
+    def observe(self, key: MemberKey, seconds: float, num_samples: int, *, reserved: MemberKey | None = None) -> None:
         """`key` served a micro-batch in `seconds` of queue and compute; `reserved` is who was charged for it."""
         peer = self._peers.get(key)
         if peer is None:
@@ -133,7 +175,7 @@ class StageRouter:
             self._charge(peer, num_samples)
             self._rebuild()
 
-    def failed(self, key: Key, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
+    def failed(self, key: MemberKey, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
         """A peer was silent, unreachable or broken: charged what was waited for, and banned for a doubling time.
 
         What fails while it is banned was under way before, and makes the ban no longer.
@@ -150,6 +192,7 @@ class StageRouter:
         peer.num_failures = failures + 1
         peer.banned_until = now + min(self._max_ban_s, FIRST_BAN_S * 2 ** (peer.num_failures - 1))
 
-    def seconds_per_sample(self, key: Key) -> float | None:
+    def seconds_per_sample(self, key: MemberKey) -> float | None:
+        """The measured seconds of one sample at a peer; None if it is unknown or was not measured."""
         peer = self._peers.get(key)
         return peer.seconds_per_sample if peer else None

@@ -19,11 +19,11 @@ import numpy as np
 
 #: Shares by bandwidth are used, and changed, only if they make the round faster by this part.
 WORTH = 0.05
-#: An auxiliary must make rounds faster by this part, or by the second once it helps. About a tenth of what the program
+#: An auxiliary must make rounds faster by the first part, or by the second once it helps. About a tenth of what the program
 #: promises is lost: a chunk's sum goes out only after all its parts have come in.
 AUXILIARY_WORTH = 0.2
 KEPT_WORTH = 0.15
-#: Halvings of an interval: the result is exact to rounding.
+#: An interval is halved so often: the result is exact to rounding.
 _HALVINGS = 60
 
 
@@ -141,7 +141,7 @@ def time_of(reducers: Sequence[Reducer], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one peer said of its link in bytes per second (None: not measured yet), and what it takes part in."""
+    """One peer's word on its link, in bytes per second (None: not measured yet), and its part in the round."""
 
     name: str
     upload: float | None
@@ -150,14 +150,14 @@ class Report:
     computes: bool = True
     #: It is no member: it has nothing to average and only reduces.
     is_auxiliary: bool = False
-    #: It was seen to carry no more; an auxiliary of which that is not so may carry more.
+    #: It was seen to carry no more than that; an auxiliary that was not may carry more.
     is_limit: bool = True
 
 
 def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Reducer] | None:
-    """As they were measured. None if none of `members` was.
+    """Reducers of `reports` as they were measured; None if none of `members` was.
 
-    Who was not is taken for a middling one of these, or, for an auxiliary, which could be done without, half of one.
+    A peer that was not measured is taken for a middling member; an auxiliary, which could be done without, for half of one.
     """
     known_up = [r.upload for r in members if r.upload is not None]
     known_down = [r.download for r in members if r.download is not None]
@@ -178,7 +178,7 @@ def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Redu
 def choose_auxiliaries(
     members: Sequence[Report], offers: Sequence[Report], *, most: int, before: Collection[str] = ()
 ) -> tuple[tuple[int, ...], str]:
-    """Which of the `offers` should help the members, at most so many; and why.
+    """Choose which of the `offers` should help the members, at most so many; and say why.
 
     The fastest come first, each if it makes rounds faster by `AUXILIARY_WORTH`; `before` names those of the last round. One
     that may carry more than it tells is tried if it is of any use.

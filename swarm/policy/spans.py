@@ -12,26 +12,27 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a part of a model costs whoever serves it: work per token (in any unit), and bytes."""
+class LayerLoad:
+    """The cost of a part of a model for whoever serves it: work per token (in any unit), and bytes."""
 
     work: float
     num_bytes: int
 
-    def __add__(self, other: Load) -> Load:
-        return Load(self.work + other.work, self.num_bytes + other.num_bytes)
+    def __add__(self, other: LayerLoad) -> LayerLoad:
+        return LayerLoad(self.work + other.work, self.num_bytes + other.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Of a whole model. `first` comes on top at the stage with the first layer (embedding), `last` at that with the last."""
+    """The loads of a model. `first` comes on top at the stage with the first layer (embedding), `last` at that with the last."""
 
-    layers: tuple[Load, ...]
-    first: Load
-    last: Load
+    layers: tuple[LayerLoad, ...]
+    first: LayerLoad
+    last: LayerLoad
 
-    def of(self, span: range) -> Load:
-        total = sum((self.layers[number] for number in span), Load(0.0, 0))
+    def of(self, span: range) -> LayerLoad:
+        """The load of a stage with the layers of `span`."""
+        total = sum((self.layers[number] for number in span), LayerLoad(0.0, 0))
         total = total + self.first if span.start == 0 else total
         return total + self.last if span.stop == len(self.layers) else total
 
@@ -48,7 +49,7 @@ def cut(loads: Loads, num_stages: int) -> tuple[list[range], str]:
     table = _Table(loads)
     most_work = most_bytes = float("inf")
 
-    def fits(load: Load) -> bool:
+    def fits(load: LayerLoad) -> bool:
         return load.work <= most_work and load.num_bytes <= most_bytes
 
     found = _best(table, num_stages, fits, lambda load: load.work, max)
@@ -77,14 +78,14 @@ class _Table:
 
     def __init__(self, loads: Loads) -> None:
         self._loads = loads
-        self._before = list(accumulate(loads.layers, initial=Load(0.0, 0)))
+        self._before = list(accumulate(loads.layers, initial=LayerLoad(0.0, 0)))
 
     def __len__(self) -> int:
         return len(self._loads.layers)
 
-    def of(self, span: range) -> Load:
+    def of(self, span: range) -> LayerLoad:
         upto, before = self._before[span.stop], self._before[span.start]
-        load = Load(upto.work - before.work, upto.num_bytes - before.num_bytes)
+        load = LayerLoad(upto.work - before.work, upto.num_bytes - before.num_bytes)
         load = load + self._loads.first if span.start == 0 else load
         return load + self._loads.last if span.stop == len(self) else load
 
@@ -92,8 +93,8 @@ class _Table:
 def _best(
     table: _Table,
     num_stages: int,
-    fits: Callable[[Load], bool],
-    cost: Callable[[Load], float],
+    fits: Callable[[LayerLoad], bool],
+    cost: Callable[[LayerLoad], float],
     join: Callable[[float, float], float],
 ) -> list[range]:
     """The cut whose stages all `fits` and whose costs, put together by `join`, are least; the earliest of equals.

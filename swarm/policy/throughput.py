@@ -12,28 +12,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Key = tuple[str, str]
-#: Of a link that nobody has measured, in bytes/s: what a transfer is expected to take. 100 Mb/s.
+from swarm.base.ids import MemberKey
+
+#: Bytes/s that a link is expected to carry if nobody has measured it: 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
-#: By the run's optimizer: beside its state a peer holds gradient sums, averages, copies that compute, and for a moment
-#: the next state; see `stage/memory_plan.py`, which counts exactly before a stage is built.
-HELD_PER_STATE = {"adamw": 3.5, "adamw8bit": 5.0}
+#: What a peer holds beside its state and, for a moment, the next one, in units of its masters: gradient sums, averages and
+#: copies that compute; see `stage/memory_plan.py`, which counts exactly before a stage is built.
+_HELD_BESIDE = 4.5
+
+
+def held_per_state(kept_per_master: float) -> float:
+    """Memory that serving a stage takes, in units of its state, which is the masters and so much more of theirs."""
+    return 2.0 + _HELD_BESIDE / (1.0 + kept_per_master)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What a stage asks of each of its peers."""
+    """The demands of a stage on each of its peers."""
 
     #: One ticket through a peer's link in the busier direction, in bytes; 0 if not known.
     ticket_bytes: float = 0.0
     #: Parameters and optimizer state: what a peer downloads before it serves.
     state_bytes: int = 0
-    #: What serving the stage takes of memory, in units of that.
-    held_per_state: float = HELD_PER_STATE["adamw"]
+    #: Memory that serving the stage takes, in units of that.
+    held_per_state: float = held_per_state(2.0)
 
     @property
     def held_bytes(self) -> int:
-        """What serving the stage takes of memory."""
+        """Memory that serving the stage takes."""
         return int(self.state_bytes * self.held_per_state)
 
 
@@ -41,14 +47,14 @@ class StageWork:
 class Worker:
     """One peer as the policies see it."""
 
-    key: Key
-    #: That it serves, or downloads the state of.
+    key: MemberKey
+    #: The stage that it serves, or whose state it downloads.
     stage: int
     #: Measured compute seconds per ticket, by the stage where they were measured.
     seconds: Mapping[int, float] = field(default_factory=dict)
     #: Tickets behind the figure of its own stage; 0 if not known.
     num_tickets: float = 0.0
-    #: Of its link, in bytes/s; None if not measured, which is not zero.
+    #: Bytes/s of its link; None if not measured, which is not zero.
     bandwidth: float | None = None
     #: Memory left for another stage's state, in bytes; None if not known.
     room_bytes: int | None = None
@@ -95,9 +101,10 @@ class Swarm:
         return self.stages[stage].state_bytes / (worker.bandwidth or self.typical_bandwidth)
 
     def fits(self, worker: Worker, stage: int) -> bool:
+        """Whether `worker` has room for `stage`, as far as that is known."""
         return worker.room_bytes is None or self.stages[stage].held_bytes <= worker.room_bytes
 
-    def stage_rates(self, assignment: Mapping[Key, int | None]) -> list[float]:
+    def stage_rates(self, assignment: Mapping[MemberKey, int | None]) -> list[float]:
         """Tickets per second of every stage. `assignment` says where a peer is instead; None: nowhere."""
         rates = [0.0] * len(self.stages)
         for worker in self.workers:
@@ -106,12 +113,12 @@ class Swarm:
                 rates[stage] += self.rate(worker, stage).tickets_per_s
         return rates
 
-    def throughput(self, assignment: Mapping[Key, int | None]) -> float:
+    def throughput(self, assignment: Mapping[MemberKey, int | None]) -> float:
         """Tickets per second of the whole swarm."""
         return min(self.stage_rates(assignment))
 
     def bound_of(self, stage: int) -> Literal["compute", "network"]:
-        """What bounds the larger part of a stage's rate."""
+        """Say what bounds the larger part of a stage's rate."""
         rates = [self.rate(worker, stage) for worker in self.workers if worker.stage == stage]
         network = sum(rate.tickets_per_s for rate in rates if rate.bound == "network")
         return "network" if 2 * network > sum(rate.tickets_per_s for rate in rates) else "compute"

@@ -1,4 +1,4 @@
-"""The gradient sum of one step at one peer, with its ledger. Written by the compute thread alone.
+"""The gradient sum of one step at one peer, with its ledger. Only the compute thread writes it.
 
 Invariant: the flat sum holds exactly the gradients of `ledger.entries` (promise 1 rests on this).
 """
@@ -23,17 +23,21 @@ LARGEST = 2.0**60
 
 
 class Numbers(Protocol):
-    """What a ticket turned out to be. On a device that computes later, `wait` comes before the rest."""
+    """The numbers that a ticket turned out to have. On a device that computes later, `wait` comes before the rest."""
 
-    def is_known(self) -> bool: ...
+    def is_known(self) -> bool:
+        """Whether `wait` would return at once."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Block this thread until the numbers are there."""
 
     @property
-    def is_finite(self) -> bool: ...
+    def is_finite(self) -> bool:
+        """Whether all gradients of the ticket are finite."""
 
     @property
-    def entry(self) -> LedgerEntry: ...
+    def entry(self) -> LedgerEntry:
+        """Tokens and loss of the ticket."""
 
 
 class Accumulator:
@@ -54,7 +58,7 @@ class Accumulator:
         self._waiting: list[Summand] = []
 
     def version_for(self, version: Version) -> Version:
-        """What the next ticket of this step computes with, if `version` is what the step builds on."""
+        """The version that the next ticket of this step computes with, if the step builds on `version`."""
         return version
 
     def add(
@@ -106,7 +110,7 @@ class Accumulator:
         loss_scale: float = 1.0,
         borrowed: bool = False,
     ) -> bool:
-        """As `add`, on a device that has not computed `is_valid` (see `Summand`) yet: it adds what turns out valid.
+        """Accumulate one ticket on a device that has not computed `is_valid` (see `Summand`) yet: what turns out valid is added.
 
         The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the
         next ones, or now if its memory is wanted back (`borrowed`); `settle` completes the sum, and tells the ledger what
@@ -153,6 +157,7 @@ class Accumulator:
         self.ledger.resolve(index, numbers.entry, overflow=not numbers.is_finite)
 
     def discard(self) -> None:
+        """Drop all that was accumulated: its tickets count for nothing."""
         self.ledger.discard()
         self._unseen.clear()
         self._waiting.clear()
@@ -176,7 +181,7 @@ class Accumulator:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every element is, and none is beyond `LARGEST`; without a temporary of the tensor's size."""
+    """Whether every element is finite and none is beyond `LARGEST`; takes no temporary of the tensor's size."""
     if tensor.numel() == 0:
         return True
     flat = tensor.detach().view(-1) if tensor.dtype == torch.float32 and tensor.is_contiguous() else None

@@ -6,7 +6,6 @@ recomputation all use the parameters it was issued for.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +15,13 @@ import torch
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
-from swarm.stage.gpu.graphs import CapturedStage, Lease, captured_if_it_pays
+from swarm.stage.frozen import freeze, stage_module
+from swarm.stage.gpu.graphs import BorrowedCall, CapturedStage, captured_if_it_pays
 from swarm.stage.layout import Layout
 from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.module import (
     Compilable,
     Declaring,
-    Outlined,
     ParameterSlots,
     StageFactory,
     StreamingFactory,
@@ -40,7 +39,7 @@ _DROPOUTS = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.
 
 @dataclass
 class Activation:
-    """What a peer keeps of a micro-batch between its forward and its backward.
+    """A micro-batch at a peer, between its forward and its backward.
 
     `outputs` hold the autograd graph. Where memory demands it all tensors are dropped: the backward gets the inputs once
     more, and recomputes.
@@ -55,10 +54,11 @@ class Activation:
     graph_bytes: int = 0
     recomputed: bool = False
     #: Where the forward was a CUDA graph: the outputs' graph is captured, too.
-    lease: Lease | None = None
+    lease: BorrowedCall | None = None
 
     @property
     def input_bytes(self) -> int:
+        """Bytes of the inputs."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
 
     def drop(self) -> None:
@@ -74,45 +74,12 @@ class Activation:
 
 @dataclass
 class Gradients:
-    """Of one backward: by input name, and in the layout's order for the parameters (None where unused)."""
+    """The outcome of one backward: by input name, and in the layout's order for the parameters (None where unused)."""
 
     inputs: Tensors
     parameters: list[torch.Tensor | None] = field(repr=False)
     #: The next micro-batch wants the memory of `parameters`, and has it once nobody refers to that list.
     borrowed: bool = False
-
-
-def stage_module(factory: StageFactory, stage: int, frozen: Sequence[str]) -> torch.nn.Module:
-    """The module of `stage`, without memory where the factory can tell; what is not trained needs no gradient.
-
-    Args:
-        frozen: patterns of parameters' names.
-    """
-    module = factory.outline(stage) if isinstance(factory, Outlined) else factory.build(stage)
-    freeze(module, frozen)
-    return module
-
-
-def freeze(module: torch.nn.Module, frozen: Sequence[str]) -> None:
-    """Parameters whose names one of the patterns fits need no gradient."""
-    for name, parameter in module.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen):
-            parameter.requires_grad_(False)
-
-
-def require_parameters(factory: StageFactory, frozen: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigError: a pattern fits no parameter of any stage, and what some are called; or nothing is left to train.
-    """
-    stages = (stage_module(factory, stage, ()) for stage in range(factory.num_stages))  # one after another: some take memory
-    names = [name for module in stages for name, _ in module.named_parameters()]
-    for pattern in frozen:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            some = ", ".join(dict.fromkeys((names[0], names[len(names) // 2], names[-1])))
-            raise ConfigError(f"frozen: {pattern!r} fits no parameter of the model; there are {some}, ...")
-    if frozen and all(any(fnmatch.fnmatchcase(name, pattern) for pattern in frozen) for name in names):
-        raise ConfigError(f"frozen: {', '.join(frozen)} fit every parameter of the model: nothing is left to train")
 
 
 class StageCompute:
@@ -389,16 +356,16 @@ class StageCompute:
         activation.outputs = None
         if output_gradients is None:
             scale = activation.version.record.loss_scale
-            version_ids, seeds = [outputs["loss_sum"]], [torch.full_like(outputs["loss_sum"], scale)]
+            roots, seeds = [outputs["loss_sum"]], [torch.full_like(outputs["loss_sum"], scale)]
         else:
             names = [n for n, t in outputs.items() if t.requires_grad]
             if missing := [n for n in names if n not in output_gradients]:
                 raise RuntimeError(f"no gradient of {', '.join(missing)} came")
-            version_ids = [outputs[n] for n in names]
+            roots = [outputs[n] for n in names]
             seeds = [output_gradients[n].to(outputs[n].dtype) for n in names]
         inputs = {n: t for n, t in activation.inputs.items() if t.requires_grad}
         parameters = list(activation.version.parameters.values())
-        result = torch.autograd.grad(version_ids, [*inputs.values(), *parameters], seeds, allow_unused=True)
+        result = torch.autograd.grad(roots, [*inputs.values(), *parameters], seeds, allow_unused=True)
         by_input = {
             name: g if g is not None else torch.zeros_like(t) for (name, t), g in zip(inputs.items(), result, strict=False)
         }

@@ -1,8 +1,8 @@
-"""How tensors get from buffers onto the device and back, and what a ticket's numbers turn out to be. Knows no messages'
-routes and no network.
+"""The interface of a device: how tensors get from buffers onto it and back, and what a ticket's numbers turn out to be.
 
-A CPU has its results at once. A CUDA device (`cuda.py`) computes later than its thread asks, so whatever leaves it is a
-`Transfer` that is complete some time after the job that began it: a job only begins transfers and never waits for one.
+A CPU has its results at once. A CUDA device computes later than its thread asks, so whatever leaves it is a `Transfer` that
+is complete some time after the job that began it: a job only begins transfers and never waits for one. Must not know which
+devices there are (`devices.py`), nor messages' routes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import torch
 
 from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import LARGEST, Accumulator, Numbers, is_finite
-from swarm.stage.executor import ThreadExecutor
 from swarm.stage.module import Tensors
-from swarm.stage.norms import norm_of
-from swarm.wire.compression import CODECS, NonFinite, all_finite, decode_tensor, encode_tensor
+from swarm.wire.compression import CODECS, NonFinite, all_finite, encode_tensor
 from swarm.wire.framing import Buffer, Frame
 from swarm.wire.messages import Codec, TensorSpec
 
@@ -57,36 +55,40 @@ class Outgoing(Transfer):
 
 @dataclass(frozen=True)
 class KnownNumbers:
-    """Of a device that computes at once."""
+    """The numbers of a ticket on a device that computes at once."""
 
     entry: LedgerEntry
     is_finite: bool
 
     def is_known(self) -> bool:
+        """True."""
         return True
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class Added(Transfer):
-    """What became of one ticket at the accumulator."""
+    """The fate of one ticket at the accumulator."""
 
     def __init__(self, *, marked: bool, numbers: Numbers, norm: torch.Tensor | None) -> None:
         self._marked = marked
         self._numbers = numbers
-        #: Of the gradients as one vector, if it was wanted and there are any: 0-d fp64 on their device, not waited for.
+        #: The norm of the gradients as one vector, if it was wanted and there are any: 0-d fp64 on their device, not waited for.
         self.norm = norm
 
     def wait(self) -> None:
+        """Block this thread until the ticket's numbers are there."""
         self._numbers.wait()
 
     @property
     def entry(self) -> LedgerEntry:
+        """Tokens and loss of the ticket."""
         return self._numbers.entry
 
     @property
     def verdict(self) -> Literal["accumulated", "overflow", "denied"]:
+        """The fate of the ticket: its claim was `denied`, its gradients are an `overflow`, or they are `accumulated`."""
         if not self._marked:
             return "denied"
         return "accumulated" if self._numbers.is_finite else "overflow"
@@ -100,13 +102,13 @@ class HostNumbers(Transfer):
 
 
 class Device(abc.ABC):
-    """Where a stage computes. A job of its compute thread calls `begin`, `receive`, `send`, `add`, `tell`, `end`."""
+    """A device that a stage computes on. A job of its compute thread calls `begin`, `receive`, `send`, `add`, `tell`, `end`."""
 
     #: Gives the transport memory to receive into; None where any will do.
     allocate: Allocate | None = None
 
     def memory_peaks(self) -> dict[str, int]:
-        """For an operator: the most bytes that tensors had, and that this process held for them; empty where untold."""
+        """The most bytes that tensors had, and that this process held for them, for an operator; empty where untold."""
         return {}
 
     @abc.abstractmethod
@@ -171,7 +173,7 @@ _OPTIONS = {codec: option for option, codec in CODECS.items()}
 
 
 def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
-    """What travels of a tensor with finite values that `codec` cannot hold: NaN, which makes an overflow of its ticket."""
+    """Code a tensor with finite values that `codec` cannot hold: as NaN, which makes an overflow of its ticket."""
     logger.warning(
         "%s has values up to %.3g, which the wire (--compression %s) does not carry: their ticket counts as an overflow",
         name,
@@ -182,79 +184,15 @@ def unfit(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tu
 
 
 def coded(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRole) -> tuple[TensorSpec, Buffer]:
-    """What travels of a tensor, which is waited for."""
+    """Code a tensor, which is waited for: raw if it is not finite."""
     try:
         return encode_tensor(name, tensor, codec if all_finite(tensor) else "raw", role)
     except NonFinite:
         return unfit(name, tensor, codec, role)
 
 
-class HostDevice(Device):
-    """The CPU."""
-
-    def begin(self) -> None:
-        """Nothing to note."""
-
-    def end(self) -> DeviceTime:
-        return DeviceTime()
-
-    def receive(self, frame: Frame, role: str) -> Tensors:
-        return {
-            spec.name: tamed(decode_tensor(spec, buffer))
-            for spec, buffer in zip(frame.message.tensors, frame.buffers, strict=True)
-            if spec.role == role
-        }
-
-    def send(self, tensors: Tensors, codec: Codec, role: TensorRole) -> Outgoing:
-        return Outgoing([coded(name, tensor, codec, role) for name, tensor in tensors.items()])
-
-    def add(
-        self,
-        accumulator: Accumulator,
-        index: int,
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        loss_scale: float,
-        entry: LedgerEntry | Tensors,
-        with_norm: bool,
-        borrowed: bool = False,
-    ) -> Added:
-        norm = norm_of(gradients) if with_norm else None
-        if not isinstance(entry, LedgerEntry):
-            entry = entry_of(int(entry["tokens"]), float(entry["loss_sum"].detach()))
-        verdict = accumulator.add(index, entry, list(gradients), loss_scale=loss_scale)
-        return Added(marked=verdict != "denied", numbers=KnownNumbers(entry, verdict != "overflow"), norm=norm)
-
-    def tell(self, numbers: Mapping[str, torch.Tensor]) -> HostNumbers:
-        return HostNumbers({name: float(number) for name, number in numbers.items()})
-
-    async def complete(self, *transfers: Transfer) -> None:
-        """They were complete when they began."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` itself if it is on the CPU, else a copy there, made beside what the device computes."""
-    if not tensor.is_cuda:
-        return tensor
-    from swarm.stage.gpu.cuda import copy_to_host
-
-    return copy_to_host(tensor)
-
-
-def on_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """A CPU tensor on the device `name`: itself, or a copy made beside what the device computes."""
-    if torch.device(name).type == "cpu":
-        return tensor
-    from swarm.stage.gpu.cuda import copy_to_device
-
-    return copy_to_device(tensor, torch.device(name))
-
-
 def kind_of(name: str) -> str:
-    """What kind of device `cpu` or `cuda:N` is to whoever compares numbers: its type, and whether this process has it keep
+    """The kind of device that `cpu` or `cuda:N` is to whoever compares numbers: its type, and whether this process has it keep
     ten bits of the factors of fp32 products (TF32)."""
     return torch.device(name).type + ("" if torch.get_float32_matmul_precision() == "highest" else "-tf32")
 
@@ -262,22 +200,3 @@ def kind_of(name: str) -> str:
 def compute_as(kind: str) -> None:
     """Have this process's devices compute as `kind_of` told of another one."""
     torch.set_float32_matmul_precision("high" if kind.endswith("-tf32") else "highest")
-
-
-def device_of(name: str) -> Device:
-    """The device `cpu` or `cuda:N`; called on the event loop that will use it."""
-    if torch.device(name).type == "cpu":
-        return HostDevice()
-    from swarm.stage.gpu.cuda import CudaDevice
-
-    return CudaDevice(torch.device(name))
-
-
-def compute_thread(name: str) -> ThreadExecutor:
-    """The compute thread of the device `cpu` or `cuda:N`."""
-    if torch.device(name).type == "cpu":
-        return ThreadExecutor()
-    from swarm.stage.gpu.cuda import Pace
-
-    device = torch.device(name)
-    return ThreadExecutor(prepare=lambda: torch.cuda.set_device(device), after_job=Pace(device))

@@ -1,4 +1,4 @@
-"""Digests of tensors, sums of squares, and a fast checksum for the whole state at every step.
+"""Digests of tensors, sums of squares, and a fast checksum for the whole state at every step. Owns how bytes are summed up.
 
 Digests are BLAKE3: as hard to forge as SHA-256, in a quarter of the time on one thread, and by several threads at once.
 """
@@ -15,7 +15,7 @@ from blake3 import blake3
 
 #: 64-bit lanes that the checksum folds a tensor into.
 _LANES = 4096
-#: Of a tensor, between two ticks.
+#: Bytes of a tensor between two ticks.
 _PIECE_BYTES = 2**26
 #: Elements whose squares are summed in their own type.
 _RUN_ELEMENTS = 256
@@ -26,7 +26,7 @@ _THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Of any shape, on its device; a stage may have no trained parameter, and what is empty has no stride to view it by."""
+    """The bytes of a tensor of any shape, on its device; an empty one (nothing is trained) has no stride to view by."""
     flat = tensor.detach().contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 

@@ -50,6 +50,7 @@ def _guesses_of(*, signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def num_blocks(num_elements: int) -> int:
+    """Blocks of so many elements; the last may be shorter."""
     return -(-num_elements // BLOCK)
 
 

@@ -1,8 +1,8 @@
-"""The compute thread: one per device, jobs by priority, backward before forward (1F1B). Knows no network and no protocol.
+"""The compute thread: one per device, jobs by priority, backward before forward (1F1B).
 
-It measures its jobs, so that whoever waits can tell a long one from one that hangs.
-
-`ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a modelled duration.
+Owns the order of jobs, and measures them, so that whoever waits can tell a long one from one that hangs; must not know what
+they compute, nor a network. `ThreadExecutor` is the real one; `InlineExecutor` runs jobs in virtual time, each charged a
+modelled duration.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Executor(abc.ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Where a stage peer's jobs run; what is in one waits for none of the others."""
+    """The threads of a stage peer; what is in one waits for none of the others."""
 
     #: The device's compute thread.
     compute: Executor
@@ -110,6 +110,7 @@ class Threads:
     storage: Executor
 
     def close(self) -> None:
+        """Close all three."""
         self.compute.close()
         self.background.close()
         self.storage.close()
@@ -156,18 +157,22 @@ class ThreadExecutor(Executor):
 
     @staticmethod
     def now() -> float:
+        """Seconds on the monotonic clock."""
         return time.monotonic()
 
     @property
     def finished(self) -> int:
+        """Jobs that ended so far, and ticks of those that run."""
         return self._finished
 
     def tick(self) -> None:
+        """Count something that a running job has done."""
         self._finished += 1
         if (running := self.running) is not None:
             running.ticked = self.now()
 
     async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
+        """Run `job` on the thread when its turn has come."""
         future: asyncio.Future[Outcome[T]] = self._loop.create_future()
         with self._wake:
             if self._closed:
@@ -212,6 +217,7 @@ class ThreadExecutor(Executor):
             del taken  # what it holds is let go before the next is waited for
 
     def close(self) -> None:
+        """Take no more jobs; the running one ends, queued ones are dropped."""
         with self._wake:
             self._closed = True
             dropped, self._heap = self._heap, []
@@ -256,6 +262,7 @@ class InlineExecutor(Executor):
 
     @property
     def finished(self) -> int:
+        """Jobs that ended so far."""
         return self._finished
 
     def tick(self) -> None:
@@ -263,9 +270,11 @@ class InlineExecutor(Executor):
 
     @staticmethod
     def now() -> float:
+        """Seconds on the event loop's clock."""
         return asyncio.get_running_loop().time()
 
     async def run(self, job: Callable[[], T], priority: Priority, kind: str | None = None) -> Outcome[T]:
+        """Run `job` on the event loop once the time that it takes has passed."""
         if self._closed:
             raise asyncio.CancelledError("the executor is closed")
         loop = asyncio.get_running_loop()
@@ -301,6 +310,7 @@ class InlineExecutor(Executor):
             _settle(taken.future, Outcome(value, began - taken.queued_at, self.now() - began), error)
 
     def close(self) -> None:
+        """Give up all jobs."""
         self._closed = True
         if self._worker is not None:
             self._worker.cancel()

@@ -7,7 +7,7 @@ import torch
 
 from swarm.base.buffers import Recycler
 
-#: A step lets go of at most so many vectors at once: masters, two moments, and sums that became averages.
+#: A step lets go of at most so many vectors at once: masters, two moments, and sums.
 _MAX_IDLE = 6
 _host = Recycler(max_idle=_MAX_IDLE, max_idle_bytes=2**62)
 

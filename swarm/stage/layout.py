@@ -19,6 +19,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Layout:
+        """The layout of the parameters of `module` that are trained, in the module's order."""
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         offsets = [0]
         for _, parameter in named:
@@ -27,10 +28,11 @@ class Layout:
 
     @property
     def num_elements(self) -> int:
+        """Elements of every flat tensor."""
         return self.offsets[-1]
 
     def in_blocks(self, size: int) -> Layout:
-        """Of one number for each block of `size` elements; each parameter begins a block."""
+        """The layout of one number for each block of `size` elements; each parameter begins a block."""
         shapes = tuple(torch.Size([-(-shape.numel() // size)]) for shape in self.shapes)
         return Layout(self.names, shapes, (0, *accumulate(shape.numel() for shape in shapes)))
 
@@ -41,6 +43,7 @@ class Layout:
         ]
 
     def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `flat` by parameter name."""
         return dict(zip(self.names, self.views(flat), strict=True))
 
     def flatten(self, tensors: Iterable[torch.Tensor], *, dtype: torch.dtype, device: str) -> torch.Tensor:

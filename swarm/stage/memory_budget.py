@@ -25,13 +25,14 @@ class MemoryBudget:
             return True
 
     def release(self, num_bytes: int) -> None:
+        """Give back `num_bytes` that were reserved."""
         with self._lock:
             self.used_bytes -= num_bytes
         assert self.used_bytes >= 0, "more memory released than reserved"
 
 
 class Reservation:
-    """What one request has of a budget until it ends. A job of it that goes on afterwards gets no more."""
+    """One request's part of a budget until it ends. A job of it that goes on afterwards gets no more."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget

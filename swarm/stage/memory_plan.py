@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm.base.choices import compressor_facts
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
-from swarm.stage.eight_bit import num_blocks
+from swarm.stage.optimizers.choice import gradient_optimizer, shared_optimizer
 
 #: Averages of committed steps that a member keeps: a newcomer that downloads may be a step behind.
 KEPT_SUMS = 2
@@ -33,6 +34,7 @@ class StageMemory:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes in all."""
         return sum(size for _, size in self.parts)
 
     def __str__(self) -> str:
@@ -45,7 +47,7 @@ class StageMemory:
 def memory_of(
     module: torch.nn.Module, config: RunConfig, *, writes_checkpoints: bool, on_cpu: bool, offload: bool = False
 ) -> StageMemory:
-    """What training `module` takes, which may be without memory itself.
+    """Count what training `module` takes; it may be without memory itself.
 
     Args:
         module: of one stage; what it does not train needs no gradient.
@@ -78,7 +80,7 @@ def memory_for(
     on_cpu: bool,
     offload: bool = False,
 ) -> StageMemory:
-    """What training so many parameters takes; see `memory_of`."""
+    """Count what training so many parameters takes; see `memory_of`."""
     master, compute = MASTER_DTYPES[config.precision], PRECISION_DTYPES[config.precision]
     size, versions = trained * master.itemsize, 1 + config.delay_steps
     copies = 0 if master == compute else (versions + 1) * trained * compute.itemsize
@@ -89,7 +91,7 @@ def memory_for(
         frozen,
         (
             ("parameters", versions * size),
-            ("AdamW's moments", here),
+            ("optimizer's moments", here),
             ("both once more while a step is applied", size + here),
             ("gradient sums and averages", (versions + KEPT_SUMS) * size),
             (f"{config.precision} copies", copies),
@@ -106,13 +108,13 @@ def _kept_back(trained: int, size: int, copy: int, config: RunConfig, *, offload
     if config.mode == "local":
         inner = 0 if offload else _own_moments_bytes(trained, config)
         parts.append(("own copy and its moments", 2 * (size + inner + copy) + size))
-    if config.average_compression in ("powersgd", "cocktail") or config.fragments > 1:
+    if compressor_facts(config.average_compression).keeps_back or config.fragments > 1:
         parts.append(("what is not sent yet", 3 * size))
     return parts
 
 
 def queued_sums(trained: int, config: RunConfig, room_bytes: int) -> int:
-    """How many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_SUMS`.
+    """Tell how many averages of committed steps a joiner may hold until its snapshot is there, at most `MAX_QUEUED_SUMS`.
 
     It has no sums yet, nor any micro-batch: their memory is free for averages until then.
 
@@ -124,22 +126,19 @@ def queued_sums(trained: int, config: RunConfig, room_bytes: int) -> int:
 
 
 def moments_bytes(trained: int, config: RunConfig) -> int:
-    """Of the optimizer's state that the peers of a stage share, for so many parameters."""
-    in_8_bits = config.optimizer == "adamw8bit" and config.mode == "sync"
-    return _moments_bytes(trained, config, in_8_bits=in_8_bits)
+    """Bytes of the optimizer's state that the peers of a stage share, for so many parameters."""
+    return shared_optimizer(config).kept_bytes(trained, MASTER_DTYPES[config.precision].itemsize)
 
 
 def _own_moments_bytes(trained: int, config: RunConfig) -> int:
-    """Of a peer's own optimizer in a local run."""
-    return _moments_bytes(trained, config, in_8_bits=config.optimizer == "adamw8bit") if config.mode == "local" else 0
-
-
-def _moments_bytes(trained: int, config: RunConfig, *, in_8_bits: bool) -> int:
-    return 2 * (trained + 4 * num_blocks(trained) if in_8_bits else trained * MASTER_DTYPES[config.precision].itemsize)
+    """Bytes of the state of a peer's own optimizer in a local run."""
+    if config.mode != "local":
+        return 0
+    return gradient_optimizer(config).kept_bytes(trained, MASTER_DTYPES[config.precision].itemsize)
 
 
 def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config: RunConfig, limit: str) -> int:
-    """Bytes that are left for in-flight micro-batches.
+    """Return the bytes that are left for in-flight micro-batches.
 
     Args:
         limit: what sets the limit, for the error.
@@ -158,7 +157,7 @@ def room_in_flight(needed: StageMemory, limit_bytes: int, *, stage: int, config:
 
 
 def require_main_memory(module: torch.nn.Module, config: RunConfig, free_bytes: int) -> None:
-    """That there is room for offloaded moments, those of a step's end beside those of its start.
+    """Check that main memory has room for offloaded moments: those of a step's end beside those of its start.
 
     Raises:
         ConfigError: there is not; with the numbers.
@@ -167,8 +166,8 @@ def require_main_memory(module: torch.nn.Module, config: RunConfig, free_bytes: 
     needed = 2 * (moments_bytes(trained, config) + _own_moments_bytes(trained, config))
     if needed > free_bytes:
         raise ConfigError(
-            f"--offload-optimizer: AdamW's moments, twice while a step is applied, need {_text(needed)} of main memory, and "
-            f"{_text(free_bytes)} are free; use --optimizer adamw8bit, or more stages (--stages)"
+            f"--offload-optimizer: the optimizer's moments, twice while a step is applied, need {_text(needed)} of main memory, "
+            f"and {_text(free_bytes)} are free; use --optimizer adamw8bit, or more stages (--stages)"
         )
 
 

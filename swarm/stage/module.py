@@ -65,8 +65,7 @@ class StageFactory(Protocol):
 
 @runtime_checkable
 class Compilable(Protocol):
-    """What a stage module offers in addition, so that `torch.compile` (`launch_stage --compile`) and CUDA graphs can be
-    used on it.
+    """A stage module on which `torch.compile` (`launch_stage --compile`) and CUDA graphs can be used.
 
     With graphs its Python code runs when they are captured and not again, so nothing in it may change from one micro-batch
     to the next but tensors; what asks the device for a value, or draws at random, is never captured.
@@ -84,7 +83,7 @@ class Compilable(Protocol):
 
 @runtime_checkable
 class Declaring(Protocol):
-    """What a stage module offers in addition if some of its inputs do not have the samples as their first dimension.
+    """A stage module some of whose inputs do not have the samples as their first dimension.
 
     A peer refuses what is larger than in any micro-batch of the run; it knows such inputs from here only.
     """
@@ -171,9 +170,9 @@ def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.Tenso
 
 
 class ParameterSlots:
-    """Where a module looks its parameters up by name: other tensors stand there for one call at a time.
+    """The places where a module looks its parameters up by name: other tensors stand there for one call at a time.
 
-    What `torch.func.functional_call` does, without walking the module at each call: that took a fifth of a small stage's
+    That is what `torch.func.functional_call` does, without walking the module at each call: that took a fifth of a small stage's
     forward, under Python's lock.
     """
 
@@ -189,7 +188,7 @@ class ParameterSlots:
 
     @contextmanager
     def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Each parameter that `values` names is its value meanwhile."""
+        """Put the values in their parameters' places until the block ends."""
         before = [(table, key, table[key], values[name]) for table, key, name in self._all if name in values]
         try:
             for table, key, _, value in before:
@@ -207,7 +206,7 @@ def saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ties_of(factory: StageFactory, frozen: Sequence[str] = ()) -> tuple[Tie, ...]:
-    """What `factory` declares in its optional attribute `ties`, without parameters that are not trained.
+    """The ties that `factory` declares in its optional attribute `ties`, without parameters that are not trained.
 
     Args:
         factory: of the run's model.

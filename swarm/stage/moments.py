@@ -1,11 +1,11 @@
-"""Where AdamW's two moments are and in which form: numbers or 8-bit codes, beside the parameters or in main memory.
+"""Where an optimizer's moments are and in which form: numbers or 8-bit codes, beside the parameters or in main memory.
 
 Owns the tensors that a state consists of, by name. Must not know the optimizer's arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from swarm.stage import eight_bit
 from swarm.stage.flat import empty_flat
 from swarm.stage.layout import Layout
 
+#: Vectors that an optimizer keeps, of one number for each parameter. `SECOND` is never negative, any other may be.
 FIRST, SECOND = "first", "second"
 _SCALES = "_scales"
 #: Elements that are coded at a time.
@@ -23,13 +24,14 @@ _PART_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """After `num_updates` updates: flat tensors by name, as `Moments.entries` lists them."""
+    """The state after `num_updates` updates: flat tensors by name, as `Moments.entries` lists them."""
 
     tensors: Mapping[str, torch.Tensor]
     num_updates: int
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -42,7 +44,7 @@ class MomentSlice:
 
 
 class Moments:
-    """How the moments of a stage's trained parameters are kept.
+    """The form and place of the moments of a stage's trained parameters.
 
     As numbers: `first` and `second`, in the masters' dtype. In 8 bits: codes under the same names, and `first_scales` and
     `second_scales`; blocks begin anew at each parameter, so that another cut of the model has the same ones. The second
@@ -51,6 +53,7 @@ class Moments:
 
     Args:
         layout: of the parameters.
+        kept: names of the moments.
         dtype: of the masters.
         device: of the masters, which `read` gives numbers to and `write` takes them from.
         in_8_bits: codes instead of numbers; the masters are fp32 then.
@@ -58,26 +61,36 @@ class Moments:
     """
 
     def __init__(
-        self, layout: Layout, *, dtype: torch.dtype, device: str, in_8_bits: bool = False, home: str | None = None
+        self,
+        layout: Layout,
+        *,
+        kept: Sequence[str] = (FIRST, SECOND),
+        dtype: torch.dtype,
+        device: str,
+        in_8_bits: bool = False,
+        home: str | None = None,
     ) -> None:
         self.layout = layout
+        self.kept = tuple(kept)
         self.dtype = dtype
         self._device = torch.device(device)
         self._in_8_bits = in_8_bits
         self.home = torch.device(home or device)
         #: Name -> dtype, and how it is made up of parts that belong to a parameter each.
         self.entries: dict[str, tuple[torch.dtype, Layout]] = {}
-        for name in (FIRST, SECOND):
+        for name in self.kept:
             self.entries[name] = (torch.uint8 if in_8_bits else dtype, layout)
             if in_8_bits:
                 self.entries[name + _SCALES] = (torch.float32, layout.in_blocks(eight_bit.BLOCK))
 
-    def alike(self, *, in_8_bits: bool) -> Moments:
-        """Of the same parameters and in the same place."""
-        return Moments(self.layout, dtype=self.dtype, device=str(self._device), in_8_bits=in_8_bits, home=str(self.home))
+    def alike(self, *, kept: Sequence[str], in_8_bits: bool) -> Moments:
+        """Other moments of the same parameters, in the same place."""
+        return Moments(
+            self.layout, kept=kept, dtype=self.dtype, device=str(self._device), in_8_bits=in_8_bits, home=str(self.home)
+        )
 
     def zero(self) -> OptimizerState:
-        """Before the first update. On a CPU it takes memory only once it is written to."""
+        """The state before the first update. On a CPU it takes memory only once it is written to."""
         return OptimizerState(
             {name: _zeros(layout.num_elements, dtype, self.home) for name, (dtype, layout) in self.entries.items()}, 0
         )
@@ -108,12 +121,12 @@ class Moments:
                 start = end
         return sorted(ends | {self.layout.num_elements})
 
-    def of_numbers(self, first: torch.Tensor, second: torch.Tensor, num_updates: int) -> OptimizerState:
-        """A state that holds these moments [N], which lie where the masters do and have their dtype."""
+    def of_numbers(self, numbers: Mapping[str, torch.Tensor], num_updates: int) -> OptimizerState:
+        """A state that holds these moments [N], by name, which lie where the masters do and have their dtype."""
         tensors = self.empty()
         for part in self.parts(_PART_ELEMENTS):
-            self.write(tensors, FIRST, part, first[part.elements])
-            self.write(tensors, SECOND, part, second[part.elements])
+            for name in self.kept:
+                self.write(tensors, name, part, numbers[name][part.elements])
         return OptimizerState(tensors, num_updates)
 
     @property
@@ -132,15 +145,15 @@ class Moments:
         return _decoded(name, stored.to(self._device), scales.to(self._device), scratch)
 
     def place(self, tensors: Mapping[str, torch.Tensor], name: str, part: MomentSlice, scratch: torch.Tensor) -> torch.Tensor:
-        """Where new numbers of a moment may be put before they are written: their own place, or `scratch`."""
+        """Memory for new numbers of a moment before they are written: their own place, or `scratch`."""
         return tensors[name][part.elements] if self.is_in_place else scratch
 
     def write(self, tensors: Mapping[str, torch.Tensor], name: str, part: MomentSlice, numbers: torch.Tensor) -> None:
-        """Store numbers of a moment, which are beside the masters."""
+        """Store numbers of a moment, which lie beside the masters."""
         target = tensors[name][part.elements]
         if self._in_8_bits:
-            coded = numbers if name == FIRST else square_root(numbers, out=torch.empty_like(numbers))
-            codes, scales = eight_bit.encode(coded, signed=name == FIRST)
+            coded = square_root(numbers, out=torch.empty_like(numbers)) if name == SECOND else numbers
+            codes, scales = eight_bit.encode(coded, signed=name != SECOND)
             target.copy_(codes)
             tensors[name + _SCALES][part.blocks].copy_(scales)
         elif target.data_ptr() != numbers.data_ptr():
@@ -148,7 +161,7 @@ class Moments:
 
 
 def numbers_of(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As numbers what a checkpoint holds of parameters' moments, each as `first/<parameter>` and the like."""
+    """Turn the moments of a checkpoint, named `first/<parameter>` and the like, into numbers."""
     found = {}
     for key, stored in moments.items():
         entry, _, parameter = key.partition("/")
@@ -162,7 +175,7 @@ def numbers_of(moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def square_root(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded. On a CPU torch takes it from a vector library that is off by a bit once in 150 times."""
+    """The correctly rounded root of each element. On a CPU torch's vector library is off by a bit once in 150 times."""
     if tensor.device.type != "cpu":
         return torch.sqrt(tensor, out=out)
     np.sqrt(tensor.numpy(), out=out.numpy())
@@ -170,8 +183,8 @@ def square_root(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(name: str, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    eight_bit.decode(codes, scales, out, signed=name == FIRST)
-    return out if name == FIRST else out.mul_(out)
+    eight_bit.decode(codes, scales, out, signed=name != SECOND)
+    return out.mul_(out) if name == SECOND else out
 
 
 def _zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Norms of what a stage computes for one micro-batch: what is recorded of it, and compared when it is computed again."""
+"""Norms of a micro-batch's tensors at a stage: they are recorded, and compared when it is computed again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.stage.module import Tensors
 
 
 def norm_of(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """0-d fp64 on their device, which is not waited for: of all floating ones as one vector; None if there is none."""
+    """The norm of all floating tensors as one vector: 0-d fp64 on their device, which is not waited for; None without any."""
     found = [tensor.detach() for tensor in tensors if tensor is not None and tensor.is_floating_point()]
     if not found:
         return None
@@ -39,5 +39,5 @@ def gradient_norms(inputs: Tensors, parameters: torch.Tensor | None, *, loss_sca
 
 
 def finite(norms: Mapping[str, float]) -> dict[str, float]:
-    """Those that say something: of an overflow there is no norm."""
+    """Leave out what is not finite: an overflow has no norm."""
     return {name: norm for name, norm in norms.items() if math.isfinite(norm)}

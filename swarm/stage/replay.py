@@ -29,7 +29,7 @@ Norms = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one ticket comes to here."""
+    """The outcome of one ticket here."""
 
     norms: list[dict[str, float]]
     entry: LedgerEntry
@@ -81,7 +81,7 @@ def replay(
 
 
 def _arrived(payload: CodedTensors, device: str) -> Tensors:
-    """As the next stage gets it."""
+    """The tensors of a payload as the next stage gets them."""
     return {spec.name: tamed(decode_tensor(spec, buffer, device)) for spec, buffer in payload}
 
 
@@ -94,7 +94,7 @@ class Parting:
 
 
 def first_parting(recorded: Norms, here: Norms, losses: tuple[float, float], *, tolerance: float) -> Parting | None:
-    """In the order in which a micro-batch computes: outputs, the loss, then gradients from the last stage on.
+    """Find where two computations part, in a micro-batch's order: outputs, the loss, then gradients from the last stage on.
 
     Args:
         recorded, here: two computations' norms.

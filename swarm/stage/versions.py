@@ -1,4 +1,4 @@
-"""Versions of a stage's parameters: one for each head, as separate tensors, and the optimizer state of the newest.
+"""Versions of a stage's parameters: one for each commit, as separate tensors, and the optimizer state of the newest.
 
 Invariant: tensors of a version are never modified once it is in the store; a live autograd graph may hold them.
 """
@@ -25,10 +25,12 @@ class Version:
 
     @property
     def version_id(self) -> VersionId:
+        """The name of the version."""
         return self.record.version_id
 
     @property
     def num_commits(self) -> int:
+        """Steps that were committed up to it."""
         return self.record.step + 1
 
 
@@ -41,7 +43,7 @@ def make_version(record: CommitRecord, layout: Layout, masters: torch.Tensor, dt
 
 @dataclass(frozen=True)
 class StageState:
-    """All that a peer needs to go on from a head: what snapshots and checkpoints hold.
+    """All that a peer needs to go on from a version: snapshots and checkpoints hold it.
 
     `previous` is the version before, which the next step's tickets use with `delay_steps = 1`; None otherwise, and at
     the initial values.
@@ -53,7 +55,7 @@ class StageState:
 
 
 def state_bytes(state: StageState) -> int:
-    """What a newcomer downloads."""
+    """Bytes that a newcomer downloads."""
     masters = [state.version.masters] + ([state.previous.masters] if state.previous is not None else [])
     return sum(tensor.nbytes for tensor in masters) + state.optimizer.num_bytes
 
@@ -68,12 +70,15 @@ class VersionStore:
 
     @property
     def newest(self) -> Version:
+        """The newest version."""
         return self._versions[-1]
 
     def get(self, version_id: VersionId) -> Version | None:
+        """The version of that name; None if it is not kept."""
         return next((v for v in reversed(self._versions) if v.version_id == version_id), None)
 
     def at(self, num_commits: int) -> Version | None:
+        """The version after so many commits; None if it is not kept."""
         return next((v for v in self._versions if v.num_commits == num_commits), None)
 
     def add(self, version: Version, optimizer: OptimizerState) -> None:

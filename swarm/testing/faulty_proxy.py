@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from swarm.net.ports import bind_tcp
@@ -44,6 +45,7 @@ class Fault:
     silent: bool = False
 
     def cuts(self, source: str, target: str) -> bool:
+        """Whether this fault keeps `source` and `target` apart."""
         if self.kind != "cut" or self.victim not in (source, target):
             return False
         return not self.others or source in self.others or target in self.others
@@ -153,6 +155,7 @@ class _Connection:
         self.close()
 
     def close(self) -> None:
+        """Break it at both ends."""
         self.client.abort()
         self.server.abort()
         self._network.closed(self)
@@ -201,14 +204,16 @@ class FaultyNetwork:
         self.lost_replies = 0
 
     async def start(self) -> None:
+        """Listen at every outside address."""
         loop = asyncio.get_running_loop()
         for place in self._places.values():
             _, protocol = await loop.create_datagram_endpoint(
-                lambda place=place: _Datagrams(self, place), local_addr=(place.outside, self._port)
+                partial(_Datagrams, self, place), local_addr=(place.outside, self._port)
             )
             self._datagrams[place.name] = protocol
 
     async def close(self) -> None:
+        """Break all connections and listen no more."""
         for connection in list(self._connections):
             connection.close()
         for listener in self._listeners.values():
@@ -237,10 +242,12 @@ class FaultyNetwork:
     # ------------------------------------------------------------------------------------------------ faults
 
     def begin(self, fault: Fault) -> None:
+        """Let a fault work from now on."""
         self._faults.append(fault)
         self._apply_cuts()
 
     def end(self, fault: Fault) -> None:
+        """Undo a fault."""
         self._faults.remove(fault)
         self._apply_cuts()
 
@@ -250,9 +257,11 @@ class FaultyNetwork:
             connection.close()
 
     def delay_s(self, target: str) -> float:
+        """Seconds by which everything for `target` is late now."""
         return max((f.delay_s for f in self._faults if f.kind == "delay" and f.victim == target), default=0.0)
 
     def loses_reply(self, target: str) -> Fault | None:
+        """The fault by which this reply of `target` is lost; None if it arrives."""
         for fault in self._faults:
             if fault.kind == "lost_replies" and fault.victim == target and self.rng.random() < fault.part:
                 return fault
@@ -299,6 +308,7 @@ class FaultyNetwork:
     # ------------------------------------------------------------------------------------------------ traffic
 
     def opened(self, connection: _Connection) -> None:
+        """Take over a connection that somebody made to an outside address."""
         self._connections.add(connection)
         if any(fault.kind == "cut" for fault in self._faults):
             self._find_source(connection, _inodes(), self._socket_owners())
@@ -316,6 +326,7 @@ class FaultyNetwork:
         connection.client.hold("not connected", False)
 
     def closed(self, connection: _Connection) -> None:
+        """Forget a connection."""
         self._connections.discard(connection)
 
     def datagram(self, place: Place, data: bytes, source_host: str) -> None:

@@ -56,6 +56,7 @@ class LossyUdp:
             loop.call_later(self._rng.uniform(0, self._delay_s), proxy.send, data, receiver)
 
     def close(self) -> None:
+        """Close the socket."""
         for proxy in self._proxy_of.values():
             proxy.transport.close()
 

@@ -55,12 +55,15 @@ class DatagramLoop(VirtualTimeLoop):
         self._island.update((tuple(address), self._num_islands) for address in addresses)  # type: ignore[misc]
 
     def heal(self) -> None:
+        """Undo `isolate` for all."""
         self._island.clear()
 
     def connected(self, source: tuple[str, int], target: tuple[str, int]) -> bool:
+        """Whether a datagram gets from `source` to `target`."""
         return self._island.get(source, 0) == self._island.get(target, 0)
 
     async def create_datagram_endpoint(self, protocol_factory: Any, *_: Any, sock: Any = None, **__: Any) -> Any:
+        """As a loop's method of this name, for a socket of this network."""
         protocol = protocol_factory()
         transport = MemoryDatagramTransport(self, sock, protocol)
         self.endpoints[sock.getsockname()] = transport
@@ -68,6 +71,7 @@ class DatagramLoop(VirtualTimeLoop):
         return transport, protocol
 
     async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:
+        """As a loop's method of this name; a host without an address never answers."""
         if host not in self.hosts:
             raise socket.gaierror(f"{host} is not known")
         if not self.hosts[host]:
@@ -84,6 +88,7 @@ class _MemorySocket:
         return self._name
 
     def close(self) -> None:
+        """As of asyncio's transport."""
         pass
 
 
@@ -98,15 +103,19 @@ class MemoryDatagramTransport(asyncio.DatagramTransport):
         self.sent_sizes: list[int] = []
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """As of asyncio's transport."""
         return self._sock if name == "socket" else default
 
     def is_closing(self) -> bool:
+        """As of asyncio's transport."""
         return self.closed
 
     def get_write_buffer_size(self) -> int:
+        """As of asyncio's transport: nothing ever waits."""
         return 0
 
     def sendto(self, data: Any, addr: Any = None) -> None:
+        """As of asyncio's transport."""
         loop, source = self._loop, self._sock.getsockname()
         self.sent_sizes.append(len(data))
         if loop.rng.random() < loop.drop or not loop.connected(source, addr):
@@ -120,9 +129,11 @@ class MemoryDatagramTransport(asyncio.DatagramTransport):
             target.protocol.datagram_received(data, source)
 
     def abort(self) -> None:
+        """As of asyncio's transport."""
         self.closed = True
         if self._loop.endpoints.get(self._sock.getsockname()) is self:
             del self._loop.endpoints[self._sock.getsockname()]
 
     def close(self) -> None:
+        """As of asyncio's transport."""
         self.abort()

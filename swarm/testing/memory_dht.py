@@ -61,9 +61,11 @@ class MemoryDhtNetwork:
             self._island.pop(address, None)
 
     def attach(self, address: Address, node: MemoryDht) -> None:
+        """Let `node` be found at `address`."""
         self._nodes[address] = node
 
     def detach(self, address: Address, node: MemoryDht) -> None:
+        """Let `node` be found at `address` no more."""
         if self._nodes.get(address) is node:
             del self._nodes[address]
 
@@ -136,6 +138,7 @@ class MemoryDht(Dht):
         self._upkeep: asyncio.Task[None] | None = None
 
     async def start(self, bootstrap: Sequence[Address]) -> None:
+        """Join through the bootstrap nodes."""
         loop = asyncio.get_running_loop()
         self._storage = RecordStorage(
             now=self._clock or loop.time, verifier=self._network.verifier, limits=self._limits, counters=self._counters
@@ -146,6 +149,7 @@ class MemoryDht(Dht):
         await self._join(self._bootstrap)
 
     async def publish(self, key: str, record: SignedRecord) -> int:
+        """Store a record at the nodes that are nearest to its key."""
         try:
             self._network.verifier.verify(key, record)
         except RecordRefused as error:
@@ -156,6 +160,7 @@ class MemoryDht(Dht):
         return 1 + sum(held)
 
     async def lookup(self, key: str) -> list[PeerRecord]:
+        """The records of a key, from the nodes that are nearest to it."""
         return await self._read(key, "find", key)
 
     async def _read(self, key: str, kind: str, *args: Any) -> list[PeerRecord]:
@@ -175,12 +180,15 @@ class MemoryDht(Dht):
         return list(newest.values())
 
     def contacts(self) -> list[Address]:
+        """The addresses of the nodes that it knows."""
         return [self.address, *(address for peer, address in self._contacts.items() if not self._misses[peer])]
 
     def statistics(self) -> dict[str, int]:
+        """Counters for the status page."""
         return {**self._counters, "records": self._records.num_records, "contacts": len(self._contacts)}
 
     async def close(self) -> None:
+        """Leave the network."""
         self._network.detach(self.address, self)
         if self._upkeep is not None:
             self._upkeep.cancel()
@@ -202,6 +210,7 @@ class MemoryDht(Dht):
     # Exchanges: `[kind, sender's id, host, port, ...]`, answered with a value; all in msgpack, as on a real wire.
 
     def serve(self, request: bytes) -> bytes:
+        """The reply to another node's request."""
         kind, peer, host, port, *args = umsgpack.unpackb(request)
         address = Address(host, port)
         self._learn(peer, address)

@@ -99,6 +99,12 @@ class SimulatedLinks:
             self._cuts.pop(pair, None)
         self.change()
 
+    def heal_all(self, address: Address | None = None) -> None:
+        """Undo every cut, or each that ends at `address`."""
+        for a, b in list(self._cuts):
+            if address is None or address in (a, b):
+                self.heal(a, b, one_way=True)
+
     def pause(self, address: Address) -> None:
         """Stop the peer as SIGSTOP does: it takes requests, and nothing advances."""
         self._paused[address] = None
@@ -153,6 +159,7 @@ class SimulatedLinks:
             left -= piece
 
     def between(self, source: Address, target: Address) -> Link:
+        """The link from `source` to `target`."""
         return self._links.get((source, target), self._default)
 
     def is_limited(self, source: Address, target: Address) -> bool:
@@ -160,9 +167,11 @@ class SimulatedLinks:
         return bool(self._lines_between(source, target)) or math.isfinite(self.between(source, target).bytes_per_s)
 
     def is_blocked(self, source: Address, target: Address) -> bool:
+        """Whether nothing passes from `source` to `target` now."""
         return (source, target) in self._cuts or source in self._paused
 
     def is_paused(self, address: Address) -> bool:
+        """Whether the peer at `address` is stopped."""
         return address in self._paused
 
     def forget(self, address: Address) -> None:

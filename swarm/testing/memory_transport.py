@@ -106,7 +106,8 @@ class MemoryNetwork(SimulatedLinks):
         self._transports.append(transport)
 
     def listen(self, transport: MemoryTransport) -> None:
-        """
+        """Let a transport be reached at its address.
+
         Raises:
             ConfigError: if the address is taken.
         """
@@ -136,7 +137,8 @@ class MemoryNetwork(SimulatedLinks):
         return handlers
 
     async def connect(self, source: Address, target: Address, connect_s: float) -> MemoryTransport:
-        """
+        """The transport that listens at `target`, once it is connected.
+
         Raises:
             Unreachable: at once if nobody listens, after `connect_s` if the link is cut.
         """
@@ -274,6 +276,7 @@ class MemoryTransport(Transport):
 
     @property
     def address(self) -> Address:
+        """Where it listens."""
         return self._address
 
     @property
@@ -282,15 +285,18 @@ class MemoryTransport(Transport):
         return self._admission.held_bytes
 
     async def start(self, handler: Handler) -> None:
+        """Listen, and have `handler` answer requests."""
         self._handler = handler
         self._network.listen(self)
 
     async def close(self) -> None:
+        """Listen no more and break what is open."""
         handlers = self._network.vanish(self, "closed")
         if handlers:
             await asyncio.wait(handlers)
 
     async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
+        """As of every transport: send a request and wait for the reply."""
         data = b"".join(parts_of(request))
         what = f"{request.message.kind} to {address}"
         await self._network.awake(self._address)
@@ -313,6 +319,7 @@ class MemoryTransport(Transport):
         return decode(reply, max_body_bytes=self._bounds.max_body_bytes)
 
     def carried(self) -> tuple[int, int]:
+        """Bytes that it sent and received."""
         return self.num_sent, self.num_received
 
     async def serve(self, exchange: _Exchange, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Finding and awaiting real processes in tests."""
+"""Finding and awaiting real processes, and ports for them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from swarm.net.ports import bind_tcp_and_udp
+
 ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, str]:
-    """For a subprocess that imports this checkout and the stand-ins."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "integration")])}
+    """For a subprocess that imports this checkout, its tests included."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A number that is free for TCP and UDP at `host` now."""
+    tcp, udp, port = bind_tcp_and_udp(host, 0)
+    tcp.close()
+    udp.close()
+    return port
 
 
 def pids_of(text: str) -> list[int]:

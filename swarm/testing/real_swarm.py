@@ -14,7 +14,6 @@ from launch.processes.children import Child, Children
 from launch.run.run_files import DataPaths, create_run
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address
-from swarm.feed.dotted import is_dotted
 
 #: A process serves within this time, in seconds, on a loaded machine.
 START_S = 180.0
@@ -93,7 +92,7 @@ class RealSwarm:
         argv += ["--run", str(self._run_file)] if join is None else ["--join", str(join)]
         if role == "stage":
             argv += ["--device", "cpu", "--threads", "1", "--memory-limit", "256MiB"]
-            argv += ["--allow-import", self.config.model] if is_dotted(self.config.model) else []
+            argv += [word for name in self.config.imports.values() for word in ("--allow-import", name)]
         if role == "trainer" and self._data is not None:
             argv += ["--data", self._data]
         self._num_started += 1

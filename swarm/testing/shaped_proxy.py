@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 #: Seconds of data that wait in a line's buffer before its sender has to.
@@ -148,10 +149,10 @@ class _Network:
         loop = asyncio.get_running_loop()
         for line in self._lines:
             _, protocol = await loop.create_datagram_endpoint(
-                lambda line=line: _Datagrams(self, line), local_addr=(line.outside, self._port)
+                partial(_Datagrams, self, line), local_addr=(line.outside, self._port)
             )
             self._datagrams[line.inside] = protocol
-            await loop.create_server(lambda line=line: self._accept(line), line.outside, self._port, backlog=1024)
+            await loop.create_server(partial(self._accept, line), line.outside, self._port, backlog=1024)
 
     def _accept(self, line: Line) -> _End:
         down, up = self.ways[line.outside]
@@ -174,10 +175,14 @@ class _Network:
         """From outside to the peer, with the sender's outside address as in a router."""
         sender = self._datagrams.get(source)
         transport = sender.transport if sender is not None else None
-        if transport is not None:
-            asyncio.get_running_loop().call_later(
-                self.delay_s, lambda: transport.is_closing() or transport.sendto(data, (line.inside, self._port))
-            )
+        if transport is None:
+            return
+
+        def deliver() -> None:
+            if not transport.is_closing():
+                transport.sendto(data, (line.inside, self._port))
+
+        asyncio.get_running_loop().call_later(self.delay_s, deliver)
 
 
 async def _serve(lines: Sequence[Line], port: int) -> None:

@@ -1,16 +1,7 @@
-"""Tensor <-> payload. Owns the codecs (raw, 16-bit, 8-bit, sparse); must not know messages, sockets or who computes.
+"""Tensor <-> payload. Owns specs, and which code each name on the wire stands for; the codes themselves are in `codecs.py`.
 
-* `raw`: the elements as they lie in memory (little-endian), 1 to 8 bytes each; integers and bools are always raw.
-* `fp16`, `bf16`: two bytes an element.
-* `rotated8`, `scaled8`: 8-bit integers in units of a step of their own for each 64 elements, of these or of their rotation,
-  see `scaled.py`. What `8bit` means: rotated for activations and their gradients, as they are for averages.
-* `int8`, `scaled16`: 8-bit integers, or fp16 numbers of at most 1, in units of one fp32 step for each `BLOCK_SIZE`
-  elements: `value = code * step`. For sums of gradients: fp16 alone would overflow at 65504 and lose what is below 6e-8.
-* `uniform8`: 8-bit codes of equal steps with a codebook, see `uniform.py`.
-* `sparse4`: the largest elements in 4 bits each, see `sparse.py`; the others become 0.
-
-A decoded tensor has the dtype that its spec names. A lossy codec refuses NaN, infinities, and a value that it would turn
-into one.
+Integers and bools always travel raw. A decoded tensor has the dtype that its spec names. A lossy codec refuses NaN,
+infinities, and a value that it would turn into one. Must not know messages, sockets or who computes.
 """
 
 from __future__ import annotations
@@ -22,14 +13,27 @@ import numpy as np
 import torch
 
 from swarm.base.errors import RemoteError, RemoteProtocolError
-from swarm.wire import scaled, sparse, uniform
+from swarm.wire import sparse
+from swarm.wire.codecs import Half, Raw, Scaled, SparseCodec, Steps, TensorCodec, Uniform
 from swarm.wire.framing import Buffer
-from swarm.wire.messages import BLOCK_SIZE, Codec, TensorSpec
-from swarm.wire.scaled import rows_of, split
+from swarm.wire.messages import Codec, TensorSpec
 
 TensorRole = Literal["input", "label", "grad", "state"]
 
-#: `RunConfig.compression` -> codec of activations and their gradients.
+#: The codes that the wire knows, by their names in a `TensorSpec`; how long each is stands in `messages.py`.
+TENSOR_CODECS: dict[Codec, TensorCodec] = {
+    "raw": Raw(),
+    "fp16": Half(torch.float16),
+    "bf16": Half(torch.bfloat16),
+    "rotated8": Scaled(rotate=True),
+    "scaled8": Scaled(rotate=False),
+    "int8": Steps(torch.int8, 127.0),
+    "scaled16": Steps(torch.float16, 1.0),
+    "uniform8": Uniform(),
+}
+_SPARSE_CODECS: dict[Codec, SparseCodec] = {"sparse4": sparse}
+
+#: `RunConfig.compression` -> codec of activations and their gradients. 8 bits are of the rotation, which averages are not.
 CODECS: dict[str, Codec] = {"none": "raw", "fp16": "fp16", "bf16": "bf16", "8bit": "rotated8"}
 #: `RunConfig.average_compression` -> codec of the slices of averages.
 AVERAGE_CODECS: dict[str, Codec] = {
@@ -54,13 +58,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_SCALED = ("rotated8", "scaled8")
-#: Codecs that count in steps: the type of a code, and the largest code.
-_STEPS = {"int8": (torch.int8, 127.0), "scaled16": (torch.float16, 1.0)}
-_STORED = {**_HALVES, **{codec: dtype for codec, (dtype, _) in _STEPS.items()}}
-#: A block whose largest value is below this is all zeros: fp32 has no such step.
-_NOTHING = 1e-30
 
 
 class NonFinite(RemoteError):
@@ -107,17 +104,15 @@ def encode_tensor(name: str, tensor: torch.Tensor, codec: Codec, role: TensorRol
     return spec, coded.cpu().numpy().data
 
 
-def encode_sparse(name: str, tensor: torch.Tensor, num_kept: int, role: TensorRole) -> tuple[TensorSpec, Buffer]:
-    """Spec and payload of the `num_kept` largest elements of `tensor`.
+def encode_sparse(name: str, tensor: torch.Tensor, codec: Codec, num_kept: int, role: TensorRole) -> tuple[TensorSpec, Buffer]:
+    """Spec and payload of the `num_kept` largest elements of `tensor` in a sparse `codec`.
 
     Raises:
-        NonFinite: an element is none.
+        NonFinite: an element is NaN or infinite.
     """
-    require_finite(tensor, f"{name} in sparse4")
-    spec = TensorSpec(
-        name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec="sparse4", role=role, num_kept=num_kept
-    )
-    return spec, sparse.encode(tensor.detach().reshape(-1).cpu(), num_kept).numpy().data
+    require_finite(tensor, f"{name} in {codec}")
+    spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role, num_kept=num_kept)
+    return spec, _SPARSE_CODECS[codec].encode(tensor.detach().reshape(-1).cpu(), num_kept).numpy().data
 
 
 def code_tensor(
@@ -139,15 +134,11 @@ def code_tensor(
     spec = TensorSpec(name=name, dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec, role=role)
     flat = tensor.detach().reshape(-1)
     coded, watched = flat, None
-    if codec in _SCALED and flat.numel():
-        coded, watched = scaled.encode(flat, rotate=codec == "rotated8")
-    elif codec in _STEPS and flat.numel():
-        coded, watched = _in_steps(flat, codec)
-    elif codec == "uniform8" and flat.numel():
-        require_finite(flat, f"{name} in uniform8")
-        coded = torch.from_numpy(uniform.encode(flat.double().cpu().numpy()))
-    elif codec not in ("raw", "uniform8", *_SCALED, *_STEPS):
-        coded = watched = flat.to(_HALVES.get(codec, flat.dtype))
+    if flat.numel():
+        code = TENSOR_CODECS[codec]
+        if code.needs_finite:
+            require_finite(flat, f"{name} in {codec}")
+        coded, watched = code.encode(flat)
     return spec, coded.contiguous().view(torch.uint8), watched
 
 
@@ -174,29 +165,19 @@ def decode_tensor(
     if spec.num_elements == 0:
         return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device) if out is None else out
     payload = np.frombuffer(data, dtype=np.uint8)
-    if spec.codec == "sparse4":
-        flat = sparse.decode(payload, spec.num_elements, spec.num_kept or 0)
+    if spec.is_sparse:
+        flat = _SPARSE_CODECS[spec.codec].decode(payload, spec.num_elements, spec.num_kept or 0)
         decoded = flat.to(_DTYPES[spec.dtype]).reshape(spec.shape).to(device)
         return decoded if out is None else out.copy_(decoded)
-    stored = 1 if spec.codec in ("uniform8", *_SCALED) else _STORED.get(spec.codec, _DTYPES[spec.dtype]).itemsize
-    return decode_coded(spec, _as_tensor(payload, alignment=stored).to(device), out=out)
+    alignment = TENSOR_CODECS[spec.codec].stored_bytes(_DTYPES[spec.dtype])
+    return decode_coded(spec, _as_tensor(payload, alignment=alignment).to(device), out=out)
 
 
 def decode_coded(spec: TensorSpec, coded: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The second half of `decode_tensor`: `coded` is the payload as uint8 on any device; that device is not waited for."""
-    dtype = _DTYPES[spec.dtype]
-    if spec.codec == "sparse4":
+    if spec.is_sparse:
         raise RemoteProtocolError(f"tensor {spec.name}: the sparse code is for averages")
-    if spec.codec in _SCALED:
-        flat = scaled.decode(coded, spec.num_elements, dtype, rotated=spec.codec == "rotated8", out=out)
-    elif spec.codec == "uniform8":
-        flat = torch.from_numpy(uniform.decode(coded.cpu().numpy())).to(dtype)
-    elif spec.codec in _STEPS:
-        flat = _from_steps(coded, spec, out)
-    elif dtype == torch.bool:  # a byte other than 0 and 1 is no bool to torch: normalise instead of viewing
-        flat = coded != 0
-    else:
-        flat = coded.view(_HALVES.get(spec.codec, dtype)).to(dtype)
+    flat = TENSOR_CODECS[spec.codec].decode(coded, spec.num_elements, _DTYPES[spec.dtype], out)
     decoded = flat.reshape(spec.shape)
     if out is None:
         return decoded
@@ -208,34 +189,3 @@ def _as_tensor(payload: np.ndarray, *, alignment: int) -> torch.Tensor:
     if not payload.flags.writeable or payload.ctypes.data % alignment:
         payload = payload.copy()
     return torch.from_numpy(payload)
-
-
-def _in_steps(flat: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, then steps, as uint8; and the steps."""
-    dtype, largest = _STEPS[codec]
-    flat = flat.float().contiguous()
-    end = flat.numel() * dtype.itemsize
-    coded = torch.empty(end + 4 * -(-flat.numel() // BLOCK_SIZE), dtype=torch.uint8, device=flat.device)
-    steps = []
-    for values, out in zip(rows_of(flat, BLOCK_SIZE), rows_of(coded[:end].view(dtype), BLOCK_SIZE), strict=True):
-        top = torch.maximum(values.amax(dim=1), -values.amin(dim=1))  # half the time of abs().amax()
-        is_zero = top < _NOTHING  # false for NaN, which the steps show
-        steps.append(torch.where(is_zero, 0.0, top / largest))
-        scaled = values * torch.where(is_zero, 0.0, largest / top).unsqueeze(1)
-        out.copy_(scaled.round_() if dtype == torch.int8 else scaled)
-    step = torch.cat(steps)
-    coded[end:] = step.view(torch.uint8)
-    return coded, step
-
-
-def _from_steps(coded: torch.Tensor, spec: TensorSpec, out: torch.Tensor | None) -> torch.Tensor:
-    dtype = _STEPS[spec.codec][0]
-    end = spec.num_elements * dtype.itemsize
-    steps = coded[end:].clone().view(torch.float32)  # the copy is aligned
-    flat = torch.empty(spec.num_elements, dtype=torch.float32, device=coded.device)
-    if out is not None and out.dtype == torch.float32 and out.is_contiguous():
-        flat = out.view(-1)
-    flat.copy_(coded[:end].view(dtype))
-    for values, step in zip(rows_of(flat, BLOCK_SIZE), split(steps, flat, BLOCK_SIZE), strict=True):
-        values.mul_(step.unsqueeze(1))
-    return flat.to(_DTYPES[spec.dtype])

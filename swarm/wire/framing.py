@@ -35,6 +35,7 @@ class Frame:
 
     @property
     def body_bytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(spec.num_bytes for spec in self.message.tensors)
 
     def only_tensor(self) -> tuple[TensorSpec, Buffer]:

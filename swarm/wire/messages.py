@@ -8,6 +8,7 @@ the order of `tensors`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, TypeAdapter, model_validator
@@ -64,6 +65,21 @@ def num_scaled_bytes(num_elements: int) -> int:
     return num_elements + math.ceil(num_elements / SUB_BLOCK_SIZE) + 2 * math.ceil(num_elements / BLOCK_SIZE)
 
 
+#: Codec -> bytes of so many elements, of which a sparse code keeps so many. Raw ones are as long as their dtype says.
+CODEC_BYTES: dict[Codec, Callable[[int, int], int]] = {
+    "fp16": lambda n, kept: 2 * n,
+    "bf16": lambda n, kept: 2 * n,
+    "rotated8": lambda n, kept: num_scaled_bytes(n),
+    "scaled8": lambda n, kept: num_scaled_bytes(n),
+    "int8": lambda n, kept: n + 4 * math.ceil(n / BLOCK_SIZE),
+    "scaled16": lambda n, kept: 2 * n + 4 * math.ceil(n / BLOCK_SIZE),
+    "uniform8": lambda n, kept: n + 4 * 256 if n else 0,
+    "sparse4": lambda n, kept: math.ceil(n / 8) + math.ceil(kept / 2) + 2 * math.ceil(kept / BUCKET_SIZE),
+}
+#: Codecs that keep the largest elements only, see `sparse.py`.
+SPARSE_CODECS: frozenset[Codec] = frozenset({"sparse4"})
+
+
 class Piece(BaseModel):
     """Base of everything inside a message."""
 
@@ -84,34 +100,28 @@ class TensorSpec(Piece):
 
     @property
     def num_elements(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this tensor in the frame's body."""
-        n = self.num_elements
         if self.codec == "raw":
-            return n * DTYPE_BYTES[self.dtype]
-        if self.codec in ("rotated8", "scaled8"):
-            return num_scaled_bytes(n)
-        if self.codec == "int8":
-            return n + 4 * math.ceil(n / BLOCK_SIZE)
-        if self.codec == "scaled16":
-            return 2 * n + 4 * math.ceil(n / BLOCK_SIZE)
-        if self.codec == "uniform8":
-            return n + 4 * 256 if n else 0
-        if self.codec == "sparse4":
-            kept = self.num_kept or 0
-            return math.ceil(n / 8) + math.ceil(kept / 2) + 2 * math.ceil(kept / BUCKET_SIZE)
-        return 2 * n
+            return self.num_elements * DTYPE_BYTES[self.dtype]
+        return CODEC_BYTES[self.codec](self.num_elements, self.num_kept or 0)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Only `num_kept` elements travel."""
+        return self.codec in SPARSE_CODECS
 
     @model_validator(mode="after")
     def _floats_only(self) -> TensorSpec:
         if self.codec != "raw" and self.dtype not in ("float64", "float32", "float16", "bfloat16"):
             raise ValueError(f"codec {self.codec} is for floating tensors, not {self.dtype}")
-        if self.codec == "sparse4" and self.num_elements > MAX_SPARSE_ELEMENTS:
+        if self.is_sparse and self.num_elements > MAX_SPARSE_ELEMENTS:
             raise ValueError(f"{self.num_elements} elements are too many for a sparse code")
-        if (self.codec == "sparse4") != (self.num_kept is not None) or (self.num_kept or 0) > self.num_elements:
+        if self.is_sparse != (self.num_kept is not None) or (self.num_kept or 0) > self.num_elements:
             raise ValueError(f"{self.num_kept} of {self.num_elements} elements are kept in codec {self.codec}")
         return self
 
@@ -129,6 +139,7 @@ class Member(Piece):
 
     @property
     def key(self) -> tuple[str, str]:
+        """The key of this peer in this incarnation."""
         return (self.peer, self.incarnation)
 
 
@@ -140,6 +151,7 @@ class Attempt(Piece):
 
     @property
     def order(self) -> tuple[int, str, int]:
+        """The number that attempts of one step and stage are compared by."""
         return (self.ballot.counter, self.ballot.coordinator, self.n)
 
 
@@ -157,7 +169,7 @@ class Seal(Piece):
     overflow: Indexes = ()
     tokens: Annotated[int, Field(ge=0)] = 0
     loss_sum: float = 0.0
-    #: Head of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
+    #: Name of the newest version that this peer holds, and the digest of parameters and optimizer state at it.
     version_id: DigestField = Field(alias="head")
     state_digest: str = ""
     saved: SavedSteps = ()
@@ -175,15 +187,15 @@ class StageResult(Piece):
     #: Sum of squares of the summed gradient, before division by the token total (fp64).
     sum_squares: Annotated[float, Field(ge=0)]
     num_tickets: Annotated[int, Field(ge=0)]
-    #: Of these, tickets whose gradient was not finite; any of them makes the step a skipped one.
+    #: Tickets among these whose gradient was not finite; any of them makes the step a skipped one.
     num_overflow: Annotated[int, Field(ge=0)] = 0
     tokens: Annotated[int, Field(ge=0)]
     loss_sum: float = 0.0
-    #: Who holds the average, best source first.
+    #: Members that hold the sum, best source first.
     holders: Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     #: Name and digest of the sum over stages of each tied parameter that this stage holds a copy of.
     tied: TiedDigests = ()
-    #: Of all its members.
+    #: Checkpoints that all its members have.
     saved: SavedSteps = ()
 
 
@@ -196,10 +208,10 @@ class Move(Piece):
 
 
 class Load(Piece):
-    """What a member has done at its stage so far, counted by itself; who compares two of them learns its pace and load."""
+    """The work of a member at its stage so far, counted by itself; who compares two of them learns its pace and load."""
 
     member: Member
-    #: Since it took up the stage, in seconds of its own clock.
+    #: Seconds of its own clock since it took up the stage.
     elapsed_s: Annotated[float, Field(ge=0)] = 0.0
     #: Micro-batches that went through it, and what they took: compute, waiting for the compute thread, and bytes in the
     #: busier direction of its link.
@@ -207,17 +219,17 @@ class Load(Piece):
     busy_s: Annotated[float, Field(ge=0)] = 0.0
     queue_s: Annotated[float, Field(ge=0)] = 0.0
     num_bytes: Annotated[int, Field(ge=0)] = 0
-    #: What its link was measured to carry in the slower direction, in bytes per second; 0 if it was not.
+    #: Bytes per second that its link was measured to carry in the slower direction; 0 if it was not measured.
     bandwidth: Annotated[float, Field(ge=0)] = 0.0
-    #: Its stage's parameters and optimizer state, and memory that is left for another stage's; -1 if not known.
+    #: Bytes of its stage's parameters and optimizer state, and of memory that is left for another stage's; -1: not known.
     state_bytes: Annotated[int, Field(ge=0)] = 0
     room_bytes: Annotated[int, Field(ge=-1)] = -1
-    #: Of its device in a short benchmark, whatever the model; 0 if not known.
+    #: Speed of its device in a short benchmark, whatever the model; 0 if not known.
     flops_per_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 class Order(Piece):
-    """What an operator asked of the run: to wait after a commit, or to end once that many steps have committed."""
+    """An operator's wish for the run: to wait after a commit, or to end once that many steps have committed."""
 
     paused: bool = False
     stop_at: Annotated[int, Field(ge=1, le=2**40)] | None = None
@@ -226,13 +238,13 @@ class Order(Piece):
 class CommitRecord(Piece):
     """The decision that ended a step; nothing after it aborts. The genesis record has step -1 and no results.
 
-    Records are ordered by (era, step, smaller head, ballot): a peer takes over the newest that it sees. A record that
-    restores an older head has the next era, and the results of the record that it repeats. Two coordinators may decide on
-    one head, each with its own list of members: the list of the higher ballot holds.
+    Records are ordered by (era, step, smaller `version_id`, ballot): a peer takes over the newest that it sees. A record that
+    restores an older version has the next era, and the results of the record that it repeats. Two coordinators may decide on
+    one version, each with its own list of members: the list of the higher ballot holds.
     """
 
     run: RunIdField
-    #: How often the run was set back to an older head.
+    #: How often the run was set back to an older version.
     era: Annotated[int, Field(ge=0)] = 0
     step: Annotated[int, Field(ge=-1)]
     version_id: DigestField = Field(alias="head")
@@ -247,7 +259,7 @@ class CommitRecord(Piece):
     clip_coefficient: float = 1.0
     learning_rate: float = 0.0
     skipped: bool = False
-    #: What the losses of this version's tickets are multiplied with before the backward (1 except for fp16).
+    #: The losses of this version's tickets are multiplied with it before the backward (1 except for fp16).
     loss_scale: Annotated[float, Field(gt=0)] = 1.0
     #: Steps since the loss scale last changed.
     scale_age: Annotated[int, Field(ge=0)] = 0
@@ -255,7 +267,7 @@ class CommitRecord(Piece):
     reopened: Annotated[int, Field(ge=0)] = 0
     #: Members that go to another stage; the next record carries it out. See `lifecycle/PROTOCOL.md`, "Moves".
     moves: Annotated[tuple[Move, ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
-    #: What holds from here on; a new coordinator takes it over.
+    #: The operator's order from here on; a new coordinator takes it over.
     order: Order = Order()
     #: Number of commits of the newest checkpoint that every stage is known to have on disk; 0 if none is.
     saved: Annotated[int, Field(ge=0)] = 0
@@ -266,7 +278,7 @@ class CommitRecord(Piece):
         return None if self.skipped else self.loss_sum / self.tokens if self.tokens else 0.0
 
     def newer_than(self, other: CommitRecord | None) -> bool:
-        """Does this record replace `other`? The same on every peer, so two lineages that meet become one."""
+        """Whether this record replaces `other`. It is the same on every peer, so two lineages that meet become one."""
         if other is None:
             return True
         if (self.era, self.step) != (other.era, other.step):
@@ -274,26 +286,26 @@ class CommitRecord(Piece):
         return self.version_id < other.version_id or (self.version_id == other.version_id and self.ballot > other.ballot)
 
     def relists(self, other: CommitRecord | None) -> bool:
-        """Is this the version of `other`, decided by another coordinator? Then only its members may be others."""
+        """Whether this is the version of `other`, decided by another coordinator: then only its members may be others."""
         return other is not None and (self.era, self.version_id) == (other.era, other.version_id)
 
 
 class Norms(Piece):
     """Euclidean norms of what one stage computed for a micro-batch, as it was before it was coded for the wire.
 
-    None where there is no such thing, or where it is not finite.
+    A norm is None where there is no such thing, or where it is not finite.
     """
 
-    #: Of its outputs; the last stage has the loss.
+    #: The norm of its outputs; the last stage has the loss instead.
     output: float | None = None
-    #: Of its inputs' gradients.
+    #: The norm of its inputs' gradients.
     gradient: float | None = None
-    #: Of its parameters' gradients, without the loss scale.
+    #: The norm of its parameters' gradients, without the loss scale.
     parameters: float | None = None
 
 
 class Hop(Piece):
-    """What one stage did for a micro-batch; times in seconds, bytes as sent on the wire."""
+    """The work of one stage for a micro-batch; times in seconds, bytes as sent on the wire."""
 
     stage: StageField
     peer: PeerIdField
@@ -306,9 +318,9 @@ class Hop(Piece):
     recomputed: bool = False
     #: Candidates of this stage that failed before this peer, with the reason.
     failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], FailFast(), Field(max_length=64)] = ()
-    #: Those of them that were waited for until nothing had advanced for `stall_s`.
+    #: Candidates among them that were waited for until nothing had advanced for `stall_s`.
     stalled: Annotated[tuple[PeerIdField, ...], FailFast(), Field(max_length=64)] = ()
-    #: If the request asked for them; and on what they were computed.
+    #: Present if the request asked for norms; and the kind of device that computed them.
     norms: Norms | None = None
     computed_on: KindField | None = None
 
@@ -326,7 +338,7 @@ class Message(Piece):
 
 
 class Heartbeat(Message):
-    """Not yet: `counter` advances with compute jobs, downstream heartbeats and bytes moved."""
+    """The answer is not ready yet: `counter` advances with compute jobs, downstream heartbeats and bytes moved."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     counter: int = 0
@@ -351,19 +363,19 @@ REFUSAL_CODES = {
 
 
 class Refusal(Message):
-    """No, with a code of `REFUSAL_CODES`, a reason for people, and the newest record where that helps."""
+    """The request is refused, with a code of `REFUSAL_CODES`, a reason for people, and the newest record where that helps."""
 
     kind: Literal["refusal"] = "refusal"
     code: Annotated[str, StringConstraints(max_length=32)]
     reason: TextField = ""
     stage: StageField | None = None
     record: CommitRecord | None = None
-    #: With `lower_ballot`: the one that was accepted, so that a candidate can stand above it.
+    #: The ballot that was accepted, with `lower_ballot`: a candidate can stand above it.
     ballot: Ballot | None = None
 
 
 class Ack(Message):
-    """Done."""
+    """The request is done."""
 
     kind: Literal["ack"] = "ack"
 
@@ -393,19 +405,19 @@ class Status(Message):
 
 
 class StatusReply(Message):
-    """What an operator wants to see; `detail` is flat and for display, and other peers read in it what jobs take."""
+    """The state of a peer for an operator; `detail` is flat and for display, and other peers read in it what jobs take."""
 
     kind: Literal["status_reply"] = "status_reply"
     role: Literal["stage", "trainer", "backbone"]
     member: Member
-    #: Steps that have committed; -1: it does not know of the run's yet.
+    #: Steps that have committed; -1: it does not know of any yet.
     step: int = -1
-    #: That of a stage peer's own state, which may lag; of other roles that of the newest record. Empty: none.
+    #: The version of a stage peer's own state, which may lag; for other roles that of the newest record. Empty: none.
     version_id: str = Field("", alias="head")
     state: Annotated[str, StringConstraints(max_length=64)] = ""
     detail: Annotated[dict[str, str | int | float | bool], Field(max_length=128)] = {}
     stages: tuple[Annotated[tuple[Member, ...], FailFast(), Field(max_length=MAX_MEMBERS)], ...] = ()
-    #: That it serves; -1 for other roles.
+    #: The stage that it serves; -1 for other roles.
     stage: Annotated[int, Field(ge=-1, lt=1024)] = -1
     #: Counter of the ballot with which it coordinates the run; -1 if it does not.
     ballot: Annotated[int, Field(ge=-1)] = -1
@@ -544,7 +556,7 @@ class AllReduce(Message):
     step: StepField
     attempt: Attempt = Field(alias="term")
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
-    #: What each stage, in order, averages at the same time: stages that hold copies of one parameter exchange its sums.
+    #: The attempt of each stage, in order, at the same time: stages that hold copies of one parameter exchange its sums.
     attempts: StageAttempts = Field((), alias="terms")
 
 
@@ -569,14 +581,15 @@ class Assist(Message):
     step: StepField
     attempt: Attempt = Field(alias="term")
     vector: TensorSpec
-    #: That may send their parts.
+    #: Members that may send their parts.
     num_members: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
 
 
 class Assisting(Message):
     """The aggregator keeps memory for the attempt; who it is now, and what it may carry for one stage.
 
-    In bytes per second each way (None: not known), and if it was seen to carry no more; else it was never asked to.
+    `bandwidth` is in bytes per second each way (None: not known). `is_limit`: it was seen to carry no more; else it was
+    never asked to.
     """
 
     kind: Literal["assisting"] = "assisting"
@@ -599,7 +612,7 @@ class Reduce(Message):
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
     #: How many elements each of them reduces, in this order, and then each of `auxiliaries`.
     shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
-    #: In about so many chunks the largest slice of a member travels.
+    #: The largest slice of a member travels in about so many chunks.
     num_chunks: Annotated[int, Field(ge=1, le=128)] = 16
     #: As in `AllReduce`.
     attempts: StageAttempts = Field((), alias="terms")
@@ -634,7 +647,7 @@ class Slice(Message):
     attempt: Attempt = Field(alias="term")
     member: Member
     number: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    #: Which of the round's exchanges it belongs to: a compressor may need several, and so do groups of groups.
+    #: The exchange of the round that it belongs to: a compressor may need several, and so do groups of groups.
     phase: Annotated[int, Field(ge=0, lt=MAX_PHASES)] = 0
 
 
@@ -655,14 +668,14 @@ class FetchTied(Message):
     stage: StageField
     step: StepField
     attempt: Attempt = Field(alias="term")
-    #: Of the tie.
+    #: The name of the tie.
     name: NameField
     offset: Annotated[int, Field(ge=0)] = 0
     length: Annotated[int, Field(ge=1)] = 2**24
 
 
 class Holdings(Message):
-    """The coordinator asks which heads a stage peer could go on from: answered by `Held`."""
+    """The coordinator asks which versions a stage peer could go on from: answered by `Held`."""
 
     kind: Literal["holdings"] = "holdings"
     run: RunIdField
@@ -670,12 +683,12 @@ class Holdings(Message):
 
 
 class Held(Message):
-    """Records whose heads this peer holds in memory or on disk, newest first, and if it can make the initial values."""
+    """Records whose versions this peer holds in memory or on disk, newest first, and if it can make the initial values."""
 
     kind: Literal["held"] = "held"
     member: Member
     records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=64)] = ()
-    #: False where they lie in files that this peer does not have.
+    #: Whether it can make the initial values: not where they lie in files that it does not have.
     initial: bool = True
     #: It has a checkpoint on disk that is damaged, or that someone is changing.
     damaged: bool = False
@@ -715,7 +728,7 @@ class Commit(Message):
 class Join(Message):
     """A stage peer asks the coordinator to be listed in the next record: answered by `Joining` or `Refusal`.
 
-    `version_id` is the newest head that it holds; `member.ready` says that it holds the stage's state there. One that is
+    `version_id` is the newest version that it holds; `member.ready` says that it holds the stage's state there. One that is
     `leaving` is left out once its gradients are committed; those of `lost` are not and go with it.
     """
 
@@ -741,7 +754,7 @@ class Operate(Message):
     kind: Literal["operate"] = "operate"
     run: RunIdField
     action: Literal["pause", "resume", "stop"]
-    #: With `stop`: steps to have committed; at once without.
+    #: Steps after which to stop; without it at once.
     at_step: Annotated[int, Field(ge=1, le=2**40)] | None = None
 
 
@@ -783,7 +796,7 @@ class Elect(Message):
 
 
 class Elected(Message):
-    """Accepted; the newest record, the highest attempt seen, and the prepared attempts of the step after it."""
+    """The candidate is accepted; the newest record, the highest attempt seen, and the prepared attempts of the step after it."""
 
     kind: Literal["elected"] = "elected"
     stage: StageField
@@ -800,7 +813,7 @@ class Lease(Message):
     run: RunIdField
     trainer: Member
     data_digest: Annotated[str, StringConstraints(max_length=128)] = ""
-    #: Step, era, head and ballot of the newest record that it has (-2: none, not even genesis).
+    #: Step, era, version and ballot of the newest record that it has (-2: none, not even genesis).
     known_step: Annotated[int, Field(ge=-2)] = -2
     known_era: Annotated[int, Field(ge=0)] = 0
     known_version_id: Annotated[str, StringConstraints(max_length=64)] = Field("", alias="known_head")
@@ -829,9 +842,9 @@ class Evaluated(Message):
 
 
 class Leased(Message):
-    """Work, and every record since `known_step` that the coordinator still has.
+    """Work for a trainer, and every record since `known_step` that the coordinator still has.
 
-    `evaluate` asks this trainer to evaluate at the newest head. `finished`: the last step has committed.
+    `evaluate` asks this trainer to evaluate the newest version. `finished`: the last step has committed.
     """
 
     kind: Literal["leased"] = "leased"
@@ -839,7 +852,7 @@ class Leased(Message):
     tickets: Annotated[tuple[Ticket, ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
     #: How many of them were leased before, to anyone: their trainer fell silent, or a stage lost what it held of them.
     again: Annotated[int, Field(ge=0, le=MAX_TICKETS)] = 0
-    #: For a ticket that overflowed before, the peers that said so: others are asked first.
+    #: Peers that said that a ticket overflowed, for each such ticket: others are asked first.
     avoid: Annotated[tuple[tuple[Ticket, tuple[PeerIdField, ...]], ...], FailFast(), Field(max_length=MAX_TICKETS)] = ()
     records: Annotated[tuple[CommitRecord, ...], FailFast(), Field(max_length=256)] = ()
     evaluate: bool = False
@@ -853,7 +866,7 @@ class Leased(Message):
 class StateOffer(Message):
     """A newcomer asks a member for its state: answered by `StateManifest`, which pins one snapshot for a while.
 
-    With `release` it asks for nothing, and lets the snapshot at that head go: answered by `Ack`.
+    With `release` it asks for nothing, and lets the snapshot of that version go: answered by `Ack`.
     """
 
     kind: Literal["state_offer"] = "state_offer"
@@ -862,7 +875,7 @@ class StateOffer(Message):
     #: Only a snapshot of this step or newer is of use.
     min_step: Annotated[int, Field(ge=-1)] = -1
     release: DigestField | None = None
-    #: Who asks: a member serves a few at a time.
+    #: The peer that asks: a member serves a few at a time.
     reader: IncarnationField | None = None
 
 

@@ -39,7 +39,7 @@ class RecordRefused(RemoteProtocolError):
 
 
 class PeerRecord(BaseModel):
-    """What one peer announces under one key."""
+    """The announcement of one peer under one key."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -67,10 +67,12 @@ class SignedRecord:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the record as it is stored."""
         return len(self.public_key) + len(self.payload) + len(self.signature)
 
     @property
     def peer(self) -> PeerId:
+        """The id of who signed it."""
         return peer_id_of(self.public_key)
 
 

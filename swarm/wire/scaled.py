@@ -30,19 +30,20 @@ from typing import Any
 import torch
 
 from swarm.wire.messages import BLOCK_SIZE, SUB_BLOCK_SIZE, num_scaled_bytes
+from swarm.wire.scaled_numbers import (
+    CUT,
+    EXPONENT,
+    FARTHEST,
+    FROM_INTEGER,
+    FROM_ROTATED,
+    LEAST,
+    NORMAL,
+    PART,
+    PER_BLOCK,
+    TO_BF16,
+    TO_INTEGER,
+)
 
-PER_BLOCK = BLOCK_SIZE // SUB_BLOCK_SIZE
-#: 1 / 127 in fp32: products are rounded alike everywhere.
-PART = float(torch.tensor(1 / 127, dtype=torch.float32))
-#: Units have five significant bits: so many of fp32 are cut off, and so many of bf16 are always 0.
-CUT, TO_BF16 = 19, 3
-FARTHEST = 255
-EXPONENT = 0x7F800000
-#: A cut unit below this would be no normal number of fp32.
-NORMAL = 1 << (23 - CUT)
-#: Exponents, as fp32 has them: the least that a top counts as; of a top plus that of what makes an integer of 17 bits of it;
-#: and of a top less that of an integer's unit, which is 64 times smaller for rotated ones.
-LEAST, TO_INTEGER, FROM_INTEGER, FROM_ROTATED = 32, 270, 16, 22
 #: What kernels read and write as it is; of other tensors an fp32 copy is coded.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: No product is fused with a sum in the kernels: rounded once less than elsewhere it might become another integer.

@@ -1,4 +1,4 @@
-"""The Triton side of `scaled.py`, which alone imports it, when it is needed, and says what the constants are.
+"""The Triton side of `scaled.py`, which alone imports it, when it is needed.
 
 Each program has one block, its sub-blocks as rows, and goes through its values once. Elements are counted in 64 bits.
 """
@@ -7,14 +7,15 @@ Each program has one block, its sub-blocks as rows, and goes through its values 
 import triton
 import triton.language as tl
 
-from swarm.wire import scaled
+from swarm.wire import scaled_numbers as numbers
+from swarm.wire.messages import SUB_BLOCK_SIZE
 
-PART, CUT, TO_BF16 = (tl.constexpr(x) for x in (scaled.PART, scaled.CUT, scaled.TO_BF16))
-REST = tl.constexpr((1 << scaled.CUT) - 1)
-FARTHEST, NORMAL = (tl.constexpr(x) for x in (scaled.FARTHEST, scaled.NORMAL))
-LEAST, TO_INTEGER = (tl.constexpr(x) for x in (scaled.LEAST, scaled.TO_INTEGER))
-FROM_INTEGER, FROM_ROTATED = (tl.constexpr(x) for x in (scaled.FROM_INTEGER, scaled.FROM_ROTATED))
-PER_BLOCK, SIZE = (tl.constexpr(x) for x in (scaled.PER_BLOCK, scaled.SUB_BLOCK_SIZE))
+PART, CUT, TO_BF16 = (tl.constexpr(x) for x in (numbers.PART, numbers.CUT, numbers.TO_BF16))
+REST = tl.constexpr((1 << numbers.CUT) - 1)
+FARTHEST, NORMAL = (tl.constexpr(x) for x in (numbers.FARTHEST, numbers.NORMAL))
+LEAST, TO_INTEGER = (tl.constexpr(x) for x in (numbers.LEAST, numbers.TO_INTEGER))
+FROM_INTEGER, FROM_ROTATED = (tl.constexpr(x) for x in (numbers.FROM_INTEGER, numbers.FROM_ROTATED))
+PER_BLOCK, SIZE = (tl.constexpr(x) for x in (numbers.PER_BLOCK, SUB_BLOCK_SIZE))
 #: Added to a number below 2**22 and taken away again, it rounds that to an integer, halves to even ones.
 ROUNDER = tl.constexpr(12582912.0)
 #: An integer of 17 bits is so many times one, plus another, that fp16 holds exactly.
@@ -23,8 +24,7 @@ HALF = tl.constexpr(256.0)
 
 @triton.jit
 def _places(num_values):
-    """Of this program's values [PER_BLOCK, SIZE] and steps [PER_BLOCK], and which of them there are; and which rows are
-    whole."""
+    """Offsets of this program's values [PER_BLOCK, SIZE] and steps [PER_BLOCK], which of them there are, and whole rows."""
     step = tl.program_id(0).to(tl.int64) * PER_BLOCK + tl.arange(0, PER_BLOCK)
     value = step[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     return value, value < num_values, step, step * SIZE < num_values, step * SIZE + SIZE <= num_values
@@ -52,6 +52,7 @@ def _power(exponent):
 
 @triton.jit
 def encode(values, payload, bounds, num_values, rotate: tl.constexpr):
+    """Code one block of `values`; see `scaled.encode`."""
     value, has_value, step, has_step, is_whole = _places(num_values)
     x = tl.load(values + value, mask=has_value, other=0.0).to(tl.float32)
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers NaN is the largest
@@ -83,6 +84,7 @@ def encode(values, payload, bounds, num_values, rotate: tl.constexpr):
 
 @triton.jit
 def decode(payload, values, num_values, rotate: tl.constexpr):
+    """Decode one block of a payload; see `scaled.decode`."""
     value, has_value, step, has_step, is_whole = _places(num_values)
     place = payload + num_values + tl.cdiv(num_values, SIZE) + 2 * tl.program_id(0)
     largest = tl.load(place).to(tl.int32) | (tl.load(place + 1).to(tl.int8, bitcast=True).to(tl.int32) << 8)

@@ -20,7 +20,7 @@ from swarm.testing.processes import alive, environment, pids_of, wait_until
 class Started:
     """A server with the children that a test asks for."""
 
-    def __init__(self, log_dir: Path, preload: str = "stand_ins:nothing") -> None:
+    def __init__(self, log_dir: Path, preload: str = "tests.integration.stand_ins:nothing") -> None:
         self.reports: list[tuple[str, dict[str, Any]]] = []
         self._reported = asyncio.Event()
         self.children = Children(log_dir, self._note, preload=preload)
@@ -37,7 +37,9 @@ class Started:
         await self.children.close(grace_s=0.5)
 
     async def spawn(self, name: str, entry: str, *argv: str) -> Child:
-        return await self.children.spawn(name, f"stand_ins:{entry}", argv, title=f"stand_in {name} {' '.join(argv)}")
+        return await self.children.spawn(
+            name, f"tests.integration.stand_ins:{entry}", argv, title=f"stand_in {name} {' '.join(argv)}"
+        )
 
     async def serving(self, name: str) -> None:
         async with asyncio.timeout(5.0):
@@ -151,7 +153,7 @@ def test_a_killed_child_does_not_disturb_the_others(tmp_path: Path) -> None:
 
 def test_an_import_that_fails_in_the_server_is_loud(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with Started(tmp_path, "stand_ins:broken") as started:
+        async with Started(tmp_path, "tests.integration.stand_ins:broken") as started:
             with pytest.raises(SwarmError, match="nonsense"):
                 await started.children.ready()
 
@@ -177,10 +179,10 @@ import asyncio, pathlib
 from launch.processes.children import Children
 async def main():
     children = Children(pathlib.Path({str(tmp_path)!r}), lambda name, report: print(name, flush=True),
-                        preload="stand_ins:nothing")
+                        preload="tests.integration.stand_ins:nothing")
     await children.start()
     for name, entry in (("a", "obedient"), ("b", "stubborn")):
-        child = await children.spawn(name, "stand_ins:" + entry, [], title="stand_in")
+        child = await children.spawn(name, "tests.integration.stand_ins:" + entry, [], title="stand_in")
         print(child.pid, flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_stand_in import COMMIT, HubStandIn
 from safetensors.numpy import load_file, save_file
 
 from swarm.testing.processes import environment
+from tests.integration.hub_stand_in import COMMIT, HubStandIn
 
 REPOSITORY = "owner/small-model"
 OPTIONS = {

@@ -1,6 +1,8 @@
-"""The compressor that a run's configuration asks for."""
+"""The compressors, by the names that a run's configuration has for them. Owns the registry."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor
@@ -8,17 +10,44 @@ from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.compressors.powersgd import PowerSgd
 from swarm.averaging.reduction import Code
 from swarm.base.config import RunConfig
+from swarm.base.dotted import imported
 from swarm.stage.layout import Layout
 from swarm.wire.compression import AVERAGE_CODECS
 
+#: Makes a compressor for the vectors of a stage with this layout.
+MakeCompressor = Callable[[RunConfig, Layout], Compressor]
+
+
+def _in_code(code: Code) -> MakeCompressor:
+    def make(config: RunConfig, layout: Layout) -> Compressor:
+        if config.fragments > 1:
+            return Fragments(layout.num_elements, config.fragments, code)
+        return Plain(layout.num_elements, code, clip_radius=config.clip_radius if config.aggregation == "centered_clip" else None)
+
+    return make
+
+
+def _powersgd(config: RunConfig, layout: Layout) -> Compressor:
+    return PowerSgd(layout, rank=config.powersgd_rank, seed=config.seed)
+
+
+def _cocktail(config: RunConfig, layout: Layout) -> Compressor:
+    return Fragments(layout.num_elements, config.fragments, Code("sparse4", config.cocktail_top))
+
+
+#: `RunConfig.average_compression` -> what makes it.
+COMPRESSORS: dict[str, MakeCompressor] = {
+    **{name: _in_code(Code(codec)) for name, codec in AVERAGE_CODECS.items()},
+    "powersgd": _powersgd,
+    "cocktail": _cocktail,
+}
+
 
 def compressor_of(config: RunConfig, layout: Layout) -> Compressor:
-    """A new one; `RunConfig` has refused what does not go together."""
-    if config.average_compression == "powersgd":
-        return PowerSgd(layout, rank=config.powersgd_rank, seed=config.seed)
-    if config.average_compression == "cocktail":
-        return Fragments(layout.num_elements, config.fragments, Code("sparse4", config.cocktail_top))
-    code = Code(AVERAGE_CODECS[config.average_compression])
-    if config.fragments > 1:
-        return Fragments(layout.num_elements, config.fragments, code)
-    return Plain(layout.num_elements, code, clip_radius=config.clip_radius if config.aggregation == "centered_clip" else None)
+    """A new compressor; `RunConfig` has refused what does not go together.
+
+    Raises:
+        ConfigError: the name is the owner's own, and was not imported.
+    """
+    make = COMPRESSORS.get(config.average_compression) or imported(config.average_compression, "average_compression")
+    return make(config, layout)

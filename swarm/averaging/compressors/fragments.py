@@ -11,6 +11,7 @@ Invariant: the token-weighted mean of own copies, plus what reducers carry, is t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,13 +20,15 @@ from swarm.averaging.reduction import Code, GroupVector
 
 
 @dataclass(frozen=True)
-class _State:
+class _KeptBack:
     residual: torch.Tensor | None
     carry: torch.Tensor | None
 
 
 class Fragments:
-    """See `compressors/interface.py`."""
+    """One fragment of the parameters in each step; see `Compressor`."""
+
+    keeps_back: ClassVar[bool] = True
 
     def __init__(self, num_elements: int, num_fragments: int, code: Code = Code()) -> None:
         self._num_elements = num_elements
@@ -37,6 +40,7 @@ class Fragments:
         self.carry: torch.Tensor | None = None
 
     def compress(self, contribution: Contribution) -> Compression:
+        """Sum the fragment whose turn it is, in one exchange."""
         flat, tokens, all_tokens = contribution.flat, contribution.tokens[contribution.me], sum(contribution.tokens)
         fragment = slice(contribution.step % self._num_fragments, None, self._num_fragments)
         num_elements = len(range(self._num_elements)[fragment])
@@ -56,10 +60,12 @@ class Fragments:
             owed = new_carry[fragment]
             owed[slice(*result.own)] = result.lost / all_tokens
             new_carry[fragment] = owed
-        return Compressed(total, _State(residual, new_carry))
+        return Compressed(total, _KeptBack(residual, new_carry))
 
-    def adopt(self, state: _State) -> None:
+    def adopt(self, state: _KeptBack) -> None:
+        """Keep what the committed compression left unsent."""
         self.residual, self.carry = state.residual, state.carry
 
     def forget(self) -> None:
+        """Drop what was kept back."""
         self.residual = self.carry = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -31,7 +31,7 @@ Compression = Generator[GroupVector, Sum, Compressed]
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a member brings to an attempt.
+    """A member's part in an attempt.
 
     `flat` [N] is a sum over its tickets; None if its ledger is empty. `tokens` are those of each member, in their order,
     and `me` is this one's place.
@@ -44,12 +44,18 @@ class Contribution:
 
 
 class Compressor(Protocol):
-    """Of one peer at one stage."""
+    """Decides what one peer sends of its contributions at one stage, and what it keeps back."""
 
-    def compress(self, contribution: Contribution) -> Compression: ...
+    #: It keeps something back, which goes with its peer.
+    keeps_back: ClassVar[bool]
+    #: [N]: what this peer has and the others have not heard of, in the units of its contributions; None: nothing.
+    residual: torch.Tensor | None
+
+    def compress(self, contribution: Contribution) -> Compression:
+        """Begin the exchanges of one attempt; nothing here changes before `adopt`."""
 
     def adopt(self, state: Any) -> None:
-        """An attempt was committed; `state` is what its compression returned."""
+        """Keep `state`, which a compression returned: its attempt was committed."""
 
     def forget(self) -> None:
-        """Another lineage or another stage goes on: what was kept back belongs to neither."""
+        """Drop what was kept back: another lineage or another stage goes on, and it belongs to neither."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,16 +39,19 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
-class _State:
+class _Feedback:
     residual: torch.Tensor | None
     factors: list[torch.Tensor]
 
 
 class PowerSgd:
-    """See `compressors/interface.py`."""
+    """Each matrix as a product of two thin ones; see `Compressor`."""
+
+    keeps_back: ClassVar[bool] = True
 
     def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
-        """
+        """Have nothing kept back yet.
+
         Args:
             layout: of the flat vector.
             rank: columns of the thin matrices.
@@ -78,13 +82,14 @@ class PowerSgd:
         return [factor.to(dtype) for factor in self._factors]
 
     def compress(self, contribution: Contribution) -> Compression:
+        """Sum the two thin factors of every matrix, in two exchanges."""
         flat = contribution.flat
         mine = None
         if flat is not None:
             mine = flat if self.residual is None else flat + self.residual
         if len(contribution.tokens) == 1:  # nothing travels
             whole = yield GroupVector(self._num_elements, mine)
-            return Compressed(whole.total, _State(None if mine is not None else self.residual, self._factors))
+            return Compressed(whole.total, _Feedback(None if mine is not None else self.residual, self._factors))
         if mine is not None:
             right = self._first_factors(mine.dtype)
             lefts = [(x.of(mine) @ factor).view(-1) for x, factor in zip(self._matrices, right, strict=True)]
@@ -110,7 +115,7 @@ class PowerSgd:
             residual = torch.zeros_like(mine)
             for x, p, q in zip(self._matrices, left, own, strict=True):
                 x.of(residual).copy_(x.of(mine) - p @ q.T)
-        return Compressed(total, _State(residual, right))
+        return Compressed(total, _Feedback(residual, right))
 
     @property
     def _num_lefts(self) -> int:
@@ -127,10 +132,12 @@ class PowerSgd:
             yield flat[at : at + length * self._rank].view(length, self._rank)
             at += length * self._rank
 
-    def adopt(self, state: _State) -> None:
+    def adopt(self, state: _Feedback) -> None:
+        """Keep what the committed compression left unsent."""
         self.residual, self._factors = state.residual, state.factors
 
     def forget(self) -> None:
+        """Drop what was kept back."""
         self.residual, self._factors = None, []
 
 

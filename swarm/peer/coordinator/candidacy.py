@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot, MemberKey
 from swarm.peer.coordinator.leadership import Rosters
 from swarm.peer.link import Link
@@ -51,19 +50,12 @@ class BackOff:
 
 async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[MemberKey]]:
     """Return the announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
-
-    async def ask(member: m.Member) -> m.StatusReply | None:
-        try:
-            return (await link.ask(member, m.Status(), m.StatusReply))[0]
-        except (LinkError, RemoteError):
-            return None
-
     lists = await rosters()
     asked: dict[MemberKey, m.Member] = {}  # one that has moved may be announced at two stages
     for stage in stages:
         asked |= {x.key: x for x in link.context.rng.sample(lists[stage], min(len(lists[stage]), MAX_ASKED))}
     there: dict[int, set[MemberKey]] = {stage: set() for stage in stages}
-    for reply in await asyncio.gather(*(ask(member) for member in asked.values())):
+    for reply in await asyncio.gather(*map(link.status_of, asked.values())):
         if reply is not None and reply.stage in there:
             there[reply.stage].add(reply.member.key)
     return there

@@ -14,7 +14,6 @@ from collections.abc import Coroutine, Iterable
 from itertools import pairwise
 from typing import Any
 
-from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import coverage_of, covered_by_all
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
@@ -374,10 +373,7 @@ class Coordinator:
         told = asyncio.Event()
 
         async def tell(stage: int | None, member: m.Member) -> None:
-            try:
-                await leadership.link.ask(member, m.Commit(record=record), m.Ack)
-            except (LinkError, RemoteError) as error:
-                logger.debug("record %d not taken by %s: %s", record.step, member.peer[:8], error)
+            if not await leadership.link.tell(member, m.Commit(record=record)):
                 return
             if stage is not None:
                 heard.add(stage)

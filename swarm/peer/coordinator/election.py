@@ -13,7 +13,7 @@ from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot, MemberKey
 from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
-from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, withdraw
+from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, record_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator.candidacy import STATE, BackOff, Candidacy, found, in_words
 from swarm.peer.coordinator.coordinator import Coordinator
@@ -324,14 +324,4 @@ class Election:
         return [reply for reply in replies if reply is not None]
 
     def _record(self, ballot: Ballot) -> PeerRecord:
-        context = self.context
-        return PeerRecord(
-            peer=context.peer,
-            incarnation=context.incarnation,
-            role="coordinator",
-            host=context.address.host,
-            port=context.address.port,
-            ttl_s=self._timing.record_ttl_s,
-            sequence=context.identity.next_sequence(),
-            ballot=min(ballot.counter, MAX_RECORD_BALLOT),
-        )
+        return record_of(self.context, "coordinator", ballot=min(ballot.counter, MAX_RECORD_BALLOT))

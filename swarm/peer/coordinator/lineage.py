@@ -204,11 +204,8 @@ class Lineage:
         """Return the announced peers of every stage that answer and serve it; one that has moved may be announced elsewhere."""
 
         async def live(stage: int, member: m.Member) -> m.Member | None:
-            try:
-                reply, _ = await self._leadership.link.ask(member, m.Status(), m.StatusReply)
-            except (LinkError, RemoteError):
-                return None
-            return reply.member if reply.member.key == member.key and reply.stage == stage else None
+            reply = await self._leadership.link.status_of(member)
+            return reply.member if reply is not None and reply.member.key == member.key and reply.stage == stage else None
 
         rosters = await self._leadership.rosters()
         answers = await together(*(together(*(live(k, x) for x in roster)) for k, roster in enumerate(rosters)))

@@ -12,12 +12,13 @@ import statistics
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from swarm.base.choices import optimizer_facts
 from swarm.base.ids import MemberKey, PeerId
 from swarm.lifecycle.record import Members
 from swarm.peer.coordinator.leadership import Leadership
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import RebalancePlan, plan_moves
-from swarm.policy.throughput import HELD_PER_STATE, StageWork, Swarm, Worker
+from swarm.policy.throughput import StageWork, Swarm, Worker, held_per_state
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Rebalancing:
         return StageWork(
             ticket_bytes=statistics.median(sizes) if sizes else 0.0,
             state_bytes=max((load.state_bytes for load in loads), default=0),
-            held_per_state=HELD_PER_STATE[self._leadership.config.optimizer],
+            held_per_state=held_per_state(optimizer_facts(self._leadership.config.optimizer).kept_per_master),
         )
 
     def _worker(self, stage: int, member: m.Member) -> Worker:

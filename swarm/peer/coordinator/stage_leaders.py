@@ -234,11 +234,7 @@ class StageLeaders:
 
     async def _tell_record(self, leader: m.Member) -> bool:
         """Tell a leader the newest record, which it missed: as its stage's only holder it has nobody to hear it from."""
-        try:
-            await self._leadership.link.ask(leader, m.Commit(record=self._leadership.newest), m.Ack)
-        except (LinkError, RemoteError):
-            return False
-        return True
+        return await self._leadership.link.tell(leader, m.Commit(record=self._leadership.newest))
 
     async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
         """Have every stage average its attempt, tied sums included; None if one failed."""

@@ -15,7 +15,8 @@ from swarm.peer.link import Refuse
 from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.executor import Priority
-from swarm.stage.saved.checkpoint import best_loss, mark_best, saved_steps, stage_directory, write_checkpoint
+from swarm.stage.saved.checkpoint import best_loss, mark_best, saved_steps, write_checkpoint
+from swarm.stage.saved.places import stage_directory
 from swarm.stage.versions import StageState
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame

@@ -16,9 +16,7 @@ from collections.abc import AsyncIterator, Callable
 
 import torch
 
-from swarm.averaging.compressors.plain import Plain
-from swarm.averaging.local_updates import LocalAccumulator, nesterov
-from swarm.base.errors import LinkError, RemoteError
+from swarm.averaging.local_updates import LocalAccumulator
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import fault_of, genesis_record
 from swarm.net.transport import Progress
@@ -27,11 +25,10 @@ from swarm.peer.stage.saved_states import SavedStates
 from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.step_state import OpenSteps
 from swarm.peer.stage.sum_copies import SumCopies
-from swarm.stage.device import on_device
+from swarm.stage.devices import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.memory_plan import MAX_QUEUED_SUMS
-from swarm.stage.optimizer import adamw
 from swarm.stage.versions import StageState, VersionStore, make_version
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -220,12 +217,8 @@ class CommittedState:
         after = [x for x in mine if x.key > self._context.me.key] or mine
         targets = after[:1] + list(record.members[(self._context.stage + 1) % self._context.config.num_stages][:1])
         for target in targets:
-            if target.key == self._context.me.key:
-                continue
-            try:
-                await self._context.link.ask(target, m.Commit(record=record), m.Ack)
-            except (LinkError, RemoteError):
-                continue  # it will hear of it from someone else, or notice that it is behind
+            if target.key != self._context.me.key:  # who does not take it hears of it elsewhere, or notices that it is behind
+                await self._context.link.tell(target, m.Commit(record=record))
 
     async def _take_over_all(self) -> None:
         while self._learned:
@@ -307,7 +300,7 @@ class CommittedState:
         """Warn of what compressors kept back at peers that are gone: it is private, and lost with them."""
         here = {x.key for x in record.members[self._context.stage]}
         gone = [x for x in self.versions.newest.record.members[self._context.stage] if x.ready and x.key not in here]
-        if gone and not isinstance(self._context.compressor, Plain):
+        if gone and self._context.compressor.keeps_back:
             names = ", ".join(x.peer[:8] for x in gone)
             logger.warning("step %d: what %s had not sent of earlier steps is lost with it", record.step, names)
 
@@ -340,20 +333,17 @@ class CommittedState:
 
     async def advance(self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None) -> None:
         """Apply one record to the newest version: the optimizer step, and `adopt`, as a job of the compute thread."""
-        compute, config, arrived = self._context.compute, self._context.config, flat
+        compute, arrived = self._context.compute, flat
 
         def job() -> None:
             newest = self.versions.newest
             masters, optimizer = newest.masters, self.versions.optimizer
-            if not record.skipped and config.mode == "local":
-                masters, optimizer = nesterov(config, masters, flat, optimizer, step=record.step, factor=1.0 / record.tokens)
-            elif not record.skipped:
-                masters, optimizer = adamw(
-                    config,
-                    self._context.moments,
+            if not record.skipped:
+                masters, optimizer = self._context.optimizer.update(
                     masters,
                     flat,
                     optimizer,
+                    step=record.step,
                     learning_rate=record.learning_rate,
                     factor=record.clip_coefficient / record.tokens,
                 )

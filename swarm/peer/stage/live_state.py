@@ -20,8 +20,9 @@ from swarm.net.transport import Transport
 from swarm.peer.link import together
 from swarm.peer.stage.ranges import fetch_ranges
 from swarm.peer.stage.state_transfer import MASTERS, RANGE_ELEMENTS
-from swarm.stage.compute import MASTER_DTYPES, stage_module
+from swarm.stage.compute import MASTER_DTYPES
 from swarm.stage.digest import digest_of
+from swarm.stage.frozen import stage_module
 from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
 from swarm.wire import messages as m

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ticket
 from swarm.lifecycle.peer import PEER
-from swarm.peer.announcing import find_coordinators, keep_announcing, withdraw
+from swarm.peer.announcing import find_coordinators, keep_announcing, record_of, withdraw
 from swarm.peer.context import stage_key
 from swarm.peer.link import Refuse, RefusedBy
 from swarm.peer.stage.committed_state import CommittedState
@@ -88,19 +88,8 @@ class Membership:
         await keep_announcing(self._link, stage_key(self._link.context.run, self._context.stage), self._record)
 
     def _record(self) -> PeerRecord:
-        context, committed = self._link.context, self._committed
-        return PeerRecord(
-            peer=context.peer,
-            incarnation=context.incarnation,
-            role="stage",
-            host=context.address.host,
-            port=context.address.port,
-            ttl_s=context.config.timing.record_ttl_s,
-            sequence=context.identity.next_sequence(),
-            stage=self._context.stage,
-            step=committed.num_commits,
-            state=self.state,
-        )
+        stage, step = self._context.stage, self._committed.num_commits
+        return record_of(self._link.context, "stage", stage=stage, step=step, state=self.state)
 
     async def withdraw(self) -> None:
         """Say in the DHT that this peer goes; the loops have ended."""
@@ -147,11 +136,8 @@ class Membership:
 
     async def _ask_what_the_run_waits_for(self) -> str:
         for address in await self._coordinators():
-            try:
-                reply, _ = await self._link.ask(address, m.Status(), m.StatusReply)
-            except (LinkError, RemoteError):
-                continue
-            if reply.ballot >= 0:
+            reply = await self._link.status_of(address)
+            if reply is not None and reply.ballot >= 0:
                 return str(reply.detail.get("waiting_for", ""))
         return "a coordinator"
 
@@ -223,11 +209,8 @@ class Membership:
         return any([await self._holds(x, record) for x in others])
 
     async def _holds(self, other: m.Member, record: m.CommitRecord) -> bool:
-        try:
-            reply, _ = await self._link.ask(other, m.Status(), m.StatusReply)
-        except (LinkError, RemoteError):
-            return False
-        return reply.member.key == other.key and reply.version_id == record.version_id
+        reply = await self._link.status_of(other)
+        return reply is not None and reply.member.key == other.key and reply.version_id == record.version_id
 
     async def _synchronise(self, record: m.CommitRecord) -> None:
         """Download a snapshot while averages queue, then apply those; retried by the loop if it fails."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
-from swarm.averaging.compressors.plain import Plain
 from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, RoundFailed
 from swarm.base.errors import LinkError
 from swarm.net.transport import Progress
@@ -23,7 +22,7 @@ from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.step_state import StepState, Turns
 from swarm.peer.stage.tied_sums import TiedSums
-from swarm.stage.device import on_host
+from swarm.stage.devices import on_host
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tie
 from swarm.wire import messages as m
@@ -111,7 +110,7 @@ class Rounds:
         ledger = state.accumulator.ledger
         if not ledger.move_in(message.attempt, "reduce"):
             raise Refuse("wrong_state", "this round has been started already, or is over")
-        if not isinstance(self._context.compressor, Plain):  # what it kept back of the last step is part of this one
+        if self._context.compressor.keeps_back:  # what it kept back of the last step is part of this one
             await self._committed.caught_up(message.step, num_commits=message.step)
         contribution = state.take_contribution()
         if contribution is not None and contribution.is_cuda:

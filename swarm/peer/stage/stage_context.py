@@ -13,7 +13,7 @@ from swarm.peer.link import Link, Refuse, Tasks
 from swarm.peer.link_meters import LinkMeters
 from swarm.stage.compute import StageCompute
 from swarm.stage.executor import Threads
-from swarm.stage.moments import Moments
+from swarm.stage.optimizers.interface import Optimizer
 from swarm.wire import messages as m
 
 
@@ -46,21 +46,22 @@ class StageContext:
     Args:
         link: asks and is asked.
         compute: the stage's module.
-        moments: what the optimizer keeps.
+        optimizer: shared by the stage's peers.
         threads: compute, and do what must not wait for that.
         tasks: owns what runs in the background for this stage.
         moved: counts bytes, also over moves between stages.
     """
 
     def __init__(
-        self, link: Link, compute: StageCompute, moments: Moments, threads: Threads, tasks: Tasks, moved: BytesMoved
+        self, link: Link, compute: StageCompute, optimizer: Optimizer, threads: Threads, tasks: Tasks, moved: BytesMoved
     ) -> None:
         self.link = link
         self.config = link.context.config
         self.run = link.context.run
         self.stage = compute.stage
         self.compute = compute
-        self.moments = moments
+        self.optimizer = optimizer
+        self.moments = optimizer.moments
         self.executor = threads.compute
         self.background = threads.background
         self.storage = threads.storage

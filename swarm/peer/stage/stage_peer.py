@@ -28,12 +28,12 @@ from swarm.peer.stage.step_state import MakeAccumulator, OpenSteps
 from swarm.peer.stage.sum_copies import SumCopies
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import device_of
+from swarm.stage.devices import device_of
 from swarm.stage.executor import Priority, Threads
 from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.memory_plan import queued_sums
 from swarm.stage.module import StageFactory, ties_of
-from swarm.stage.optimizer import moments_for
+from swarm.stage.optimizers.choice import optimizer_of
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -136,10 +136,10 @@ class StagePeer:
         compute.show_progress(self._threads.compute)
         self.stage = compute.stage
         config, link, machine, state_dir = self.context.config, self.link, self._machine, self.context.state_dir
-        moments = moments_for(
+        optimizer = optimizer_of(
             config, compute.layout, dtype=compute.master_dtype, device=compute.device, offload=machine.offload_optimizer
         )
-        self.stage_context = context = StageContext(link, compute, moments, self._threads, self._tasks, self.moved)
+        self.stage_context = context = StageContext(link, compute, optimizer, self._threads, self._tasks, self.moved)
         steps = OpenSteps(context, self._make_accumulator)
         saved = SavedStates(context, state_dir, self._on_checked)
         max_queued = queued_sums(compute.layout.num_elements, config, self._budget.limit_bytes)

@@ -18,7 +18,7 @@ from swarm.base.ids import MemberKey
 from swarm.net.transport import Progress
 from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.optimizer import own_moments_for
+from swarm.stage.optimizers.choice import inner_optimizer_of
 from swarm.wire import messages as m
 
 #: Makes the accumulator of a step, with the arguments of `Accumulator`.
@@ -161,7 +161,7 @@ class OpenSteps(dict[int, StepState]):
         self._make_accumulator = make_accumulator
         config, compute = context.config, context.compute
         #: Of a local run.
-        self.own = OwnCopy(config, own_moments_for(config, context.moments), compute.dtype, context.compressor)
+        self.own = OwnCopy(inner_optimizer_of(config, context.optimizer), compute.dtype, context.compressor)
 
     def opened(self, step: int) -> StepState:
         """Return the state of `step`, which is new if nobody asked before."""

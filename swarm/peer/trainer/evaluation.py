@@ -63,11 +63,4 @@ class Evaluator:
         told = m.Evaluated(
             run=self._link.context.run, step=evaluation.step, version_id=evaluation.version_id, loss=evaluation.loss
         )
-
-        async def tell(member: m.Member) -> None:
-            try:
-                await self._link.ask(member, told, m.Ack)
-            except (LinkError, RemoteError) as error:
-                logger.debug("evaluation not told to %s: %s", member.peer[:8], error)
-
-        await asyncio.gather(*(tell(x) for members in record.members for x in members if x.ready))
+        await asyncio.gather(*(self._link.tell(x, told) for members in record.members for x in members if x.ready))

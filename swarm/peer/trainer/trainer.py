@@ -29,7 +29,7 @@ from swarm.peer.trainer.wiring import Wiring
 from swarm.peer.waiting import USUAL_WAITS, Lasting
 from swarm.policy.in_flight import InFlightControl
 from swarm.policy.rebalance import plan_moves
-from swarm.policy.routing import StageRouter
+from swarm.policy.routing import MakeRouter, StageRouter
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Trainer:
         feed: FeedLike,
         num_steps: int | None = None,
         in_flight: int | None = None,
-        router: type[StageRouter] = StageRouter,
+        router: MakeRouter = StageRouter,
         plan: Planner = plan_moves,
         on_step: Callable[[StepReport], None] = lambda report: None,
         on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,

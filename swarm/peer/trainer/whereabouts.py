@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 
-from swarm.base.errors import LinkError, RemoteError
 from swarm.peer.link import Link
 from swarm.wire import messages as m
 
@@ -45,13 +44,7 @@ _Replies = list[tuple[m.Member, m.StatusReply | None]]
 
 
 async def _stage(link: Link, members: list[m.Member]) -> _Replies:
-    async def one(member: m.Member) -> m.StatusReply | None:
-        try:
-            return (await link.ask(member, m.Status(), m.StatusReply))[0]
-        except (LinkError, RemoteError):
-            return None
-
-    return list(zip(members, await asyncio.gather(*map(one, members)), strict=True))
+    return list(zip(members, await asyncio.gather(*map(link.status_of, members)), strict=True))
 
 
 def _in_flight(status: m.StatusReply) -> int:

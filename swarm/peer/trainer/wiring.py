@@ -9,7 +9,7 @@ import random
 
 from swarm.base.ids import MemberKey
 from swarm.peer.presence import Presence
-from swarm.policy.routing import MAX_CANDIDATES, StageRouter
+from swarm.policy.routing import MAX_CANDIDATES, MakeRouter, StageRouter
 from swarm.wire import messages as m
 
 
@@ -17,13 +17,7 @@ class Wiring:
     """Chooses routes for one trainer, with one router for each stage."""
 
     def __init__(
-        self,
-        num_stages: int,
-        rng: random.Random,
-        presence: Presence,
-        *,
-        max_ban_s: float,
-        router: type[StageRouter] = StageRouter,
+        self, num_stages: int, rng: random.Random, presence: Presence, *, max_ban_s: float, router: MakeRouter = StageRouter
     ) -> None:
         self._presence = presence
         self._routers = [router(rng, max_ban_s=max_ban_s) for _ in range(num_stages)]
@@ -56,7 +50,7 @@ class Wiring:
             if first is None and avoid:
                 first = next((key for key in self._members[stage] if key[0] not in avoid), None)
             liveness, members = self._presence.liveness, self._members[stage]
-            keys = router.candidates(num_samples, now=now, first=first, without=liveness.doubted(members))
+            keys = router.candidates(num_samples, now=now, first=first, without=liveness.suspected(members))
             keys = keys or router.candidates(num_samples, now=now, first=first)
             if not keys:
                 return stage
@@ -78,7 +72,7 @@ class Wiring:
     async def settled(self) -> None:
         """Wait while all of a stage are suspected, and some of them not looked at yet: nobody of it can be chosen."""
         liveness = self._presence.liveness
-        while any(len(liveness.silent(members)) < len(members) == len(liveness.doubted(members)) for members in self._members):
+        while any(len(liveness.silent(members)) < len(members) == len(liveness.suspected(members)) for members in self._members):
             await self._presence.look_ended()
 
     def observe(self, route: m.Route, hops: tuple[m.Hop, ...], num_samples: int) -> None:

@@ -124,20 +124,24 @@ class CudaDevice(Device):
         self.allocate = pinned_buffer
 
     def memory_peaks(self) -> dict[str, int]:
+        """The most bytes of torch's tensors, and of torch's pool, on this device."""
         return {
             "peak_tensor_bytes": torch.cuda.max_memory_allocated(self._device),
             "peak_device_bytes": torch.cuda.max_memory_reserved(self._device),
         }
 
     def begin(self) -> None:
+        """Note on the device's stream that a job begins."""
         self._began = _event_on(self._compute, timed=True)
 
     def end(self) -> DeviceTime:
+        """Return the time from `begin` to here on the device's stream."""
         return _DeviceTimeLater(self._began, _event_on(self._compute, timed=True))
 
     # ------------------------------------------------------------------------------------------------ in
 
     def receive(self, frame: Frame, role: str) -> Tensors:
+        """Begin to copy in the frame's tensors of one role; kernels that use them wait for the copies."""
         while self._arriving and self._arriving[0][0].query():
             self._arriving.popleft()
         return {
@@ -161,6 +165,7 @@ class CudaDevice(Device):
     # ------------------------------------------------------------------------------------------------ out
 
     def send(self, tensors: Tensors, codec: Codec, role: TensorRole) -> Outgoing:
+        """Encode tensors on the device, and begin to copy them out."""
         parts = [_CodedPart(name, tensor.detach(), codec, role) for name, tensor in tensors.items()]
         self._downloads.wait_event(_event_on(self._compute))
         with torch.cuda.stream(self._downloads):
@@ -179,6 +184,7 @@ class CudaDevice(Device):
         with_norm: bool,
         borrowed: bool = False,
     ) -> Added:
+        """Begin to accumulate one ticket; the device says later whether it is finite."""
         seen = survey(gradients, LARGEST, self._device)
         known = entry if isinstance(entry, LedgerEntry) else None
         told = [] if isinstance(entry, LedgerEntry) else [entry["tokens"], entry["loss_sum"].detach()]
@@ -198,9 +204,12 @@ class CudaDevice(Device):
         return host, _event_on(self._downloads)
 
     def tell(self, numbers: Mapping[str, torch.Tensor]) -> HostNumbers:
+        """Begin to copy single numbers out."""
         return _HostNumbersLater(tuple(numbers), *self._download_numbers(list(numbers.values()))) if numbers else HostNumbers({})
 
     async def complete(self, *transfers: Transfer) -> None:
+        """Wait on the thread for downloads."""
+
         def wait() -> None:
             for transfer in transfers:
                 transfer.wait()
@@ -208,6 +217,7 @@ class CudaDevice(Device):
         await self._waiter.run(wait, Priority.CONTROL)
 
     def close(self) -> None:
+        """End the thread for downloads."""
         self._waiter.close()
 
 
@@ -235,7 +245,7 @@ class _CodedPart:
         self._host_checks = torch.empty(4, dtype=torch.float64, pin_memory=True)
 
     def download(self, stream: torch.cuda.Stream) -> None:
-        """On the current stream, which is `stream`."""
+        """Begin to copy out on the current stream, which is `stream`."""
         self._host.copy_(self._coded, non_blocking=True)
         self._coded.record_stream(stream)
         if self._checks is not None:
@@ -243,7 +253,7 @@ class _CodedPart:
             self._checks.record_stream(stream)
 
     def payload(self) -> tuple[TensorSpec, Buffer]:
-        """Once the download is done."""
+        """What travels. Call it once the download is done."""
         if self._checks is not None:
             low, high, *watched = self._host_checks.tolist()
             if not (math.isfinite(low) and math.isfinite(high)):

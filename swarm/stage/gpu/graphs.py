@@ -133,7 +133,7 @@ class CapturedStage:
 
     def _capture_first(self, version: Version, inputs: Tensors, labels: Tensors) -> None:
         self.parameters = {name: t.detach().clone().requires_grad_(True) for name, t in version.parameters.items()}
-        #: Whose values `parameters` have; weak, for it must not outlive its place among the versions.
+        #: The version whose values `parameters` have; weak, for it must not outlive its place among the versions.
         self._holds = weakref.ref(version)
         self.inputs, self.labels = _blank(inputs), _blank(labels)
         self.stream = torch.cuda.Stream()
@@ -153,7 +153,7 @@ class CapturedStage:
         """Whether there is no call for one more micro-batch until one is free."""
         return not self.free and (self._is_full or not self._may_reserve(self._call_bytes))
 
-    def forward(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Lease | None:
+    def forward(self, version: Version, inputs: Tensors, labels: Tensors | None) -> BorrowedCall | None:
         """Start the forward of one micro-batch; None if it has other shapes or there is no memory for one more."""
         labels = labels or {}
         if _shapes(inputs) != _shapes(self.inputs) or _shapes(labels) != _shapes(self.labels):
@@ -161,7 +161,7 @@ class CapturedStage:
         call = self._free_call()
         if call is None:
             return None
-        lease = Lease(self, call, version)
+        lease = BorrowedCall(self, call, version)
         self.hold(version)
         _fill(call.inputs, inputs)
         _fill(call.labels, labels)
@@ -169,7 +169,7 @@ class CapturedStage:
         return lease
 
     def hold(self, version: Version) -> None:
-        """What is started next computes with `version`."""
+        """Have what is started next compute with `version`."""
         if self._holds() is not version:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters.values()), list(version.parameters.values()))
@@ -207,7 +207,7 @@ class CapturedStage:
             return None
 
 
-class Lease:
+class BorrowedCall:
     """A captured call in use; it is free for others once nobody refers to this, nor to its gradients."""
 
     def __init__(self, stage: CapturedStage, call: _CapturedCall, version: Version) -> None:
@@ -217,12 +217,12 @@ class Lease:
 
     @property
     def outputs(self) -> Tensors:
-        """Without graph; their memory is another's once the call is free."""
+        """The outputs without their graph; their memory is another's once the call is free."""
         return self._call.outputs
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the next micro-batch has to do without one."""
+        """Whether the next micro-batch has to do without a captured call."""
         return self._stage.is_short
 
     def backward(self, seeds: Tensors) -> tuple[Tensors, BorrowedGradients]:
@@ -255,7 +255,7 @@ class Lease:
 class BorrowedGradients(list[torch.Tensor | None]):
     """The gradients in a captured call, which is not free before this is."""
 
-    def __init__(self, gradients: Sequence[torch.Tensor | None], lease: Lease) -> None:
+    def __init__(self, gradients: Sequence[torch.Tensor | None], lease: BorrowedCall) -> None:
         super().__init__(gradients)
         self._lease = lease
 
@@ -276,17 +276,17 @@ class _CapturedCall:
         with _recording(self.forward, stage.stream, pool):
             outputs = stage.call(stage.parameters, self.inputs, self.labels or None)
         self.outputs = {name: t.detach() for name, t in outputs.items()}
-        version_ids = {name: t for name, t in outputs.items() if t.requires_grad}
-        self.seeds = {name: torch.zeros_like(t) for name, t in version_ids.items()}
+        wanted = {name: t for name, t in outputs.items() if t.requires_grad}
+        self.seeds = {name: torch.zeros_like(t) for name, t in wanted.items()}
         leaves = {name: t for name, t in self.inputs.items() if t.requires_grad}
         with _recording(self.backward, stage.stream, pool):
             found = torch.autograd.grad(
-                list(version_ids.values()),
+                list(wanted.values()),
                 [*leaves.values(), *stage.parameters.values()],
                 list(self.seeds.values()),
                 allow_unused=True,
             )
-        #: By name; None where unused, as in `gradients`. Both stay until this call's next backward.
+        #: Gradients of inputs by name; None where unused, as in `gradients`. Both stay until this call's next backward.
         self.input_gradients = dict(zip(leaves, found, strict=False))
         self.gradients = found[len(leaves) :]
         self.num_bytes = torch.cuda.memory_reserved() - before_bytes

@@ -1,4 +1,4 @@
-"""What the accumulator does on a CUDA device, without asking the device for anything.
+"""The accumulator's work on a CUDA device, which is asked for nothing. Owns the launches of kernels.
 
 Triton kernels, since both are bound by memory: one looks at gradients (2 bytes an element in bf16), the other adds the
 gradients of up to `MAX_TOGETHER` micro-batches in one pass over the fp32 sum (2 bytes for each, and 8 for the sum). Each
@@ -39,7 +39,7 @@ class Summand:
 
 @dataclass(frozen=True)
 class Survey:
-    """What one look at a micro-batch's gradients tells, on their device, which is not waited for."""
+    """The result of one look at a micro-batch's gradients, on their device, which is not waited for."""
 
     #: int32 [1]: 1 if no element of any gradient is NaN or beyond the largest that counts, else 0.
     is_valid: torch.Tensor

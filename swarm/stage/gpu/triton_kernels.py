@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _offsets(tensor, first_of, sizes, is_aligned: tl.constexpr, block: tl.constexpr):
-    """Of this program's elements inside their tensor, and which of them there are."""
+    """Offsets of this program's elements inside their tensor, and which of them there are."""
     start = (tl.program_id(0) - tl.load(first_of + tensor)).to(tl.int64) * block
     size = tl.load(sizes + tensor)
     if is_aligned:

@@ -1,16 +1,13 @@
-"""Committed stage state on disk: safetensors, written atomically, each directory bound to one head.
+"""Committed stage state on disk: safetensors, written atomically, each directory bound to one version.
 
-Layout: `<root>/checkpoints/stage-<k>/step-<n>/{parameters,optimizer}.safetensors` (and `previous.safetensors` with
-`delay_steps = 1`) and `checkpoint.json` (records, stage, configuration, digests). `stage-<k>/best.json` names the one with
-the lowest evaluation loss, which is never pruned.
-A directory appears under its name only when it is complete. Knows no network.
+Owns what the files hold: tensors by name, and a description of records, stage, configuration and digests; where they lie
+says `places.py`. A directory appears under its name only when it is complete. The best one is never pruned. Knows no network.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -29,14 +26,22 @@ from swarm.base.replace_file import replace_file
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
+from swarm.stage.saved.places import (
+    BEST_FILE,
+    DESCRIPTION,
+    OLD,
+    PARTIAL,
+    TENSOR_FILES,
+    checkpoints_directory,
+    stage_directories,
+    stage_directory,
+    step_name,
+    steps_in,
+    tensor_path,
+)
 from swarm.stage.saved.tensor_file import save_file
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import CommitRecord
-
-_DESCRIPTION = "checkpoint.json"
-#: What is beside it, as safetensors; the last only with `delay_steps`.
-_PARTS = ("parameters", "optimizer", "previous")
-_BEST_FILE = "best.json"
 
 #: Tells files from others that take their places.
 FileIdentity = tuple[tuple[int, int, int], ...]
@@ -53,7 +58,7 @@ class StageCheckpoint:
     num_updates: int
     digests: dict[str, str]
     config_bytes: bytes
-    #: Of its files, from before its description was read.
+    #: Tells its files from later ones; taken before its description was read.
     identity: FileIdentity
     #: Evaluation loss at it, of the one that is the best of its peer.
     best_loss: float | None = None
@@ -64,13 +69,15 @@ class StageCheckpoint:
         return _identity(self.directory) == self.identity
 
     def _load(self, name: str, tick: Callable[[], None] = lambda: None) -> dict[str, torch.Tensor]:
-        path = self.directory / f"{name}.safetensors"
+        path = tensor_path(self.directory, name)
         try:
             _require_file(path)
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise _damaged(path, error) from None
-        if digest_of((tensors[key] for key in sorted(tensors)), tick=tick) != self.digests.get(name):
+        if name not in self.digests:
+            raise _damaged(path, "no digest was written with it")
+        if digest_of((tensors[key] for key in sorted(tensors)), tick=tick) != self.digests[name]:
             raise _damaged(path, "the digest differs from the one written with it")
         return tensors
 
@@ -80,7 +87,7 @@ class StageCheckpoint:
         Raises:
             StorageError: as `parameters`.
         """
-        for name in _PARTS if self.previous is not None else _PARTS[:2]:
+        for name in TENSOR_FILES if self.previous is not None else TENSOR_FILES[:2]:
             self._load(name, tick)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -92,7 +99,7 @@ class StageCheckpoint:
         return self._load("parameters")
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Of the optimizer, as `first/<name>`, `second/<name>` and so on: see `Moments.entries`.
+        """The optimizer's tensors, as `first/<name>`, `second/<name>` and so on: see `Moments.entries`.
 
         Raises:
             StorageError: as `parameters`.
@@ -100,7 +107,7 @@ class StageCheckpoint:
         return self._load("optimizer")
 
     def state(self, moments: Moments, *, record: CommitRecord, dtype: torch.dtype, device: str) -> StageState:
-        """The whole state, as it was committed; its version carries `record` (of the same head).
+        """The whole state, as it was committed; its version carries `record`, which is of the same version.
 
         Raises:
             StorageError: if a file is damaged, or is that of another model.
@@ -136,11 +143,11 @@ class StageCheckpoint:
 
 
 def _identity(directory: Path) -> FileIdentity:
-    """Of all files of a checkpoint; a copy that keeps the time of its change is another one too."""
+    """The identity of all files of a checkpoint; a copy that keeps the time of its change has another one."""
     found = []
-    for name in (_DESCRIPTION, *(f"{part}.safetensors" for part in _PARTS)):
+    for path in (directory / DESCRIPTION, *(tensor_path(directory, name) for name in TENSOR_FILES)):
         try:
-            stat = (directory / name).stat()
+            stat = path.stat()
             found.append((stat.st_ino, stat.st_size, stat.st_ctime_ns))
         except OSError:
             found.append((0, 0, 0))
@@ -148,9 +155,10 @@ def _identity(directory: Path) -> FileIdentity:
 
 
 def _require_file(path: Path) -> None:
-    """
+    """Check that `path` can be read to an end.
+
     Raises:
-        OSError: it cannot be opened, in the system's words; or it is something else, of which reading might not end.
+        OSError: it cannot be opened, in the system's words; or it is no file.
     """
     if path.exists() and not path.is_file():
         raise OSError("it is no file")
@@ -173,8 +181,8 @@ def write_checkpoint(
     """
     version, optimizer = state.version, state.optimizer
     parent = stage_directory(root, stage)
-    target = parent / _name_of(version.num_commits)
-    partial = parent / f".partial-{version.num_commits:08d}-{os.getpid()}"
+    target = parent / step_name(version.num_commits)
+    partial = parent / f"{PARTIAL}{version.num_commits:08d}-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
         layout = moments.layout
@@ -187,7 +195,7 @@ def write_checkpoint(
         digests = {}
         for name, flats in parts.items():  # one after another: each is a copy of its tensors
             tensors = {key: value for prefix, flat in flats.items() for key, value in _named(*flat, prefix).items()}
-            save_file(tensors, partial / f"{name}.safetensors")
+            save_file(tensors, tensor_path(partial, name))
             digests[name] = digest_of(tensors[key] for key in sorted(tensors))
             del tensors
         meta = {
@@ -198,7 +206,7 @@ def write_checkpoint(
             "config": config_bytes.decode(),
             "blake3": digests,
         }
-        (partial / _DESCRIPTION).write_text(json.dumps({**meta, "digest": _digest_of(meta)}))
+        (partial / DESCRIPTION).write_text(json.dumps({**meta, "digest": _digest_of(meta)}))
         for file in partial.iterdir():
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())
@@ -212,7 +220,7 @@ def write_checkpoint(
 
 
 def _digest_of(meta: dict[str, object]) -> str:
-    """Of a description without its digest."""
+    """The digest of a description without its digest."""
     return blake3(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
@@ -221,7 +229,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
-    aside = target.with_name(f".old-{target.name}-{os.getpid()}")
+    aside = target.with_name(f"{OLD}{target.name}-{os.getpid()}")
     target.rename(aside)
     try:
         partial.rename(target)
@@ -237,7 +245,7 @@ def mark_best(checkpoint: Path, loss: float) -> None:
     Raises:
         StorageError: if the disk refuses; the mark that was there before is intact.
     """
-    target = checkpoint.parent / _BEST_FILE
+    target = checkpoint.parent / BEST_FILE
     try:
         replace_file(target, json.dumps({"directory": checkpoint.name, "loss": loss}).encode())
     except OSError as error:
@@ -247,25 +255,16 @@ def mark_best(checkpoint: Path, loss: float) -> None:
 def best_loss(parent: Path) -> tuple[str, float] | None:
     """Name and evaluation loss of the best checkpoint in the stage's directory `parent`; None if none is marked."""
     try:
-        best = json.loads((parent / _BEST_FILE).read_text())
+        best = json.loads((parent / BEST_FILE).read_text())
         return str(best["directory"]), float(best["loss"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def stage_directory(root: Path, stage: int) -> Path:
-    """Where the checkpoints of a stage are, below a peer's state directory."""
-    return root / "checkpoints" / f"stage-{stage}"
-
-
-def _name_of(num_commits: int) -> str:
-    return f"step-{num_commits:08d}"
-
-
 def saved_steps(root: Path, stage: int, steps: Iterable[int]) -> tuple[int, ...]:
-    """Those of `steps`, numbers of commits, of which the stage has a checkpoint below `root`, by their names; ascending."""
+    """Tell of which of `steps`, numbers of commits, the stage has a checkpoint below `root`, by their names; ascending."""
     directory = stage_directory(root, stage)
-    return tuple(sorted(step for step in set(steps) if (directory / _name_of(step)).is_dir()))
+    return tuple(sorted(step for step in set(steps) if (directory / step_name(step)).is_dir()))
 
 
 def _prune(parent: Path, written: Path, keep: int, saved: int) -> None:
@@ -274,12 +273,12 @@ def _prune(parent: Path, written: Path, keep: int, saved: int) -> None:
     So does that of `saved` commits, which all stages have: until they have a newer one the run can go on from no other.
     """
     best = best_loss(parent)
-    others = [path for path in _steps(parent) if path != written and not (best and path.name == best[0])]
+    others = [path for path in steps_in(parent) if path != written and not (best and path.name == best[0])]
     for old in others[: max(0, len(others) - (keep - 1))]:
-        if old.name != _name_of(saved):
+        if old.name != step_name(saved):
             with suppress(OSError):  # at once: who reads them does not find half of one
-                old.rename(old.with_name(f".old-{old.name}-{os.getpid()}"))
-    for left in [*parent.glob(".partial-*"), *parent.glob(".old-*")]:  # of processes that were killed
+                old.rename(old.with_name(f"{OLD}{old.name}-{os.getpid()}"))
+    for left in [*parent.glob(f"{PARTIAL}*"), *parent.glob(f"{OLD}*")]:  # of processes that were killed
         if left.is_file():
             left.unlink(missing_ok=True)
         elif left != written:
@@ -348,23 +347,18 @@ def scan(roots: Iterable[Path], *, stage: int | None = None, damaged: list[Stora
 
 
 def _descriptions(root: Path, stage: int | None, refuse: Callable[[StorageError], None]) -> Iterator[Path]:
-    """Of every checkpoint below `root`, whether it is there or not."""
-    own = root / "checkpoints"
+    """The path of every checkpoint's description below `root`, whether it is there or not."""
+    own = checkpoints_directory(root)
     try:
         if own.exists():
             next(own.iterdir(), None)
     except OSError as error:  # `glob` says nothing of what it may not read
         refuse(StorageError(f"{own} cannot be read: {error.strerror}"))
-    for parent in sorted(root.glob(f"**/checkpoints/stage-{'*' if stage is None else stage}")):
+    for parent in stage_directories(root, stage):
         try:
-            yield from [path / _DESCRIPTION for path in _steps(parent)]
+            yield from [path / DESCRIPTION for path in steps_in(parent)]
         except OSError as error:
             refuse(StorageError(f"{parent} cannot be read: {error.strerror}"))
-
-
-def _steps(parent: Path) -> list[Path]:
-    """The directories of checkpoints in a stage's directory, in order of their steps; what is called otherwise is none."""
-    return sorted(path for path in parent.iterdir() if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir())
 
 
 def _why(error: Exception) -> str:

@@ -15,12 +15,13 @@ from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import version_id_of
-from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES, stage_module
+from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
 from swarm.stage.digest import digest_of
+from swarm.stage.frozen import stage_module
 from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
-from swarm.stage.moments import FIRST, SECOND, Moments, OptimizerState, numbers_of
-from swarm.stage.optimizer import moments_for
+from swarm.stage.moments import Moments, OptimizerState, numbers_of
+from swarm.stage.optimizers.choice import optimizer_of
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import Attempt, CommitRecord, StageResult
@@ -45,7 +46,7 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
     """Write one checkpoint for each stage of `new`, as the state directory of a local run has them.
 
     Args:
-        found: one checkpoint for each stage of the old run, all of one head.
+        found: one checkpoint for each stage of the old run, all of one version.
         old, new: the runs' configurations.
         factory: of the new run.
         out: gets `stage-<k>-0/checkpoints/...`.
@@ -66,7 +67,7 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
         layout = Layout.of(stage_module(factory, stage, new.frozen))
         layouts.append(layout)
         flats.append(_flat(layout, parameters, "", dtype, stage))
-        kept = moments_for(new, layout, dtype=dtype, device="cpu")
+        kept = optimizer_of(new, layout, dtype=dtype, device="cpu").moments
         states.append((kept, _state_of(kept, moments, stage, found[0].num_updates)))
     digests = [digest_of([flat, *state.tensors.values()]) for flat, (_, state) in zip(flats, states, strict=True)]
     record = _first_record(found[0].record, new, digests, step)
@@ -91,8 +92,7 @@ def _state_of(kept: Moments, moments: dict[str, torch.Tensor], stage: int, num_u
             num_updates,
         )
     numbers = numbers_of(moments)
-    first, second = (_flat(kept.layout, numbers, f"{name}/", kept.dtype, stage) for name in (FIRST, SECOND))
-    return kept.of_numbers(first, second, num_updates)
+    return kept.of_numbers({name: _flat(kept.layout, numbers, f"{name}/", kept.dtype, stage) for name in kept.kept}, num_updates)
 
 
 def _flat(layout: Layout, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype, stage: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _flat(layout: Layout, tensors: dict[str, torch.Tensor], prefix: str, dtype: 
 
 
 def _first_record(parent: CommitRecord, new: RunConfig, digests: list[str], step: int) -> CommitRecord:
-    """A record as if the new run had committed the parent's step: its head is bound to the parent's and to the tensors."""
+    """A record as if the new run had committed the parent's step: its name is bound to the parent's and to the tensors."""
     results = tuple(
         StageResult(attempt=Attempt(), sum_digest=digest, sum_squares=0.0, num_tickets=new.tickets_per_step, tokens=parent.tokens)
         for digest in digests

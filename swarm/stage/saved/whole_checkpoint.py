@@ -1,6 +1,6 @@
-"""Checkpoints that make a whole: of one run and one head, a part of every stage, wherever the parts lie.
+"""Checkpoints that make a whole: of one run and one version, a part of every stage, wherever the parts lie.
 
-Owns the choice among what `checkpoint.py` finds below some directories; must not know what a checkpoint's files hold.
+Owns the choice among the checkpoints below some directories; must not know what their files hold.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def require_own(state_dir: Path, run: RunId) -> None:
 
 
 def require_one_run(checkpoints: Iterable[StageCheckpoint]) -> None:
-    """
+    """Check that checkpoints are of one run.
+
     Raises:
-        ConfigError: they are of several; names some, and where they lie.
+        ConfigError: they are of several runs; names some, and where they lie.
     """
     places = {checkpoint.record.run: checkpoint.directory for checkpoint in checkpoints}
     if len(places) > 1:
@@ -47,13 +48,13 @@ def require_one_run(checkpoints: Iterable[StageCheckpoint]) -> None:
 
 
 def find_complete(roots: Iterable[Path], *, step: int | None = None, best: bool = False) -> list[StageCheckpoint]:
-    """One checkpoint for each stage, all of the same head: the newest that is complete, or that of `step` commits.
+    """One checkpoint for each stage, all of the same version: the newest that is complete, or that of `step` commits.
 
     With `best` it is the one with the lowest evaluation loss of those that a peer marked as its best. Goes by what
     descriptions say: see `use_complete`.
 
     Raises:
-        ConfigError: if there is none; says which stages are missing at the newest head.
+        ConfigError: if there is none; says which stages are missing at the newest version.
         StorageError: if there is none, and a description could not be read.
     """
     return [copies[0] for copies in _complete(roots, step, best)[0]]
@@ -62,12 +63,12 @@ def find_complete(roots: Iterable[Path], *, step: int | None = None, best: bool 
 def use_complete(
     roots: Iterable[Path], use: Callable[[StageCheckpoint], T], *, step: int | None = None, best: bool = False
 ) -> list[tuple[StageCheckpoint, T]]:
-    """What `find_complete` gives, and what `use` makes of each of them: of a damaged one another copy takes the place.
+    """Find the checkpoints that `find_complete` gives, and what `use` makes of each; another copy takes a damaged one's place.
 
-    Where a stage has no other copy, the head before it is taken; each is a line in the log.
+    Where a stage has no other copy, the version before it is taken; each is a line in the log.
 
     Raises:
-        ConfigError, StorageError: as `find_complete`, and if no head is intact over all stages.
+        ConfigError, StorageError: as `find_complete`, and if no version is intact over all stages.
     """
 
     def of_any(copies: list[StageCheckpoint]) -> tuple[StageCheckpoint, T]:
@@ -78,17 +79,17 @@ def use_complete(
                 logger.warning("%s; taking another copy", error)
         return copies[-1], use(copies[-1])
 
-    version_ids = _complete(roots, step, best)
-    for stages in version_ids[:-1]:
+    candidates = _complete(roots, step, best)
+    for stages in candidates[:-1]:
         try:
             return [of_any(copies) for copies in stages]
         except StorageError as error:
             logger.warning("%s; step %d is in no other copy; taking another checkpoint", error, stages[0][0].record.step + 1)
-    return [of_any(copies) for copies in version_ids[-1]]
+    return [of_any(copies) for copies in candidates[-1]]
 
 
 def _complete(roots: Iterable[Path], step: int | None, best: bool) -> list[list[list[StageCheckpoint]]]:
-    """Of each head that is complete, the one to take first: for each stage its copies.
+    """The copies of each version that is complete, by stage; the version to take first comes first.
 
     Raises:
         ConfigError, StorageError: as `find_complete`.

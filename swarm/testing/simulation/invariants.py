@@ -18,7 +18,7 @@ from swarm.testing.virtual_time import VirtualTimeLoop
 from swarm.wire.messages import CommitRecord
 
 if TYPE_CHECKING:
-    from swarm.testing.simulation.simulation import Simulation
+    from swarm.testing.simulation.nodes import Nodes
 
 T = TypeVar("T")
 
@@ -64,6 +64,7 @@ class WatchedProgress(Progress):
         self.advanced_at = now
 
     def advance(self, amount: int = 1) -> None:
+        """Count for the caller, and remember when."""
         super().advance(amount)
         self.advanced_at = asyncio.get_running_loop().time()
         if self._counted is not None:
@@ -71,10 +72,10 @@ class WatchedProgress(Progress):
 
 
 class Invariants:
-    """Of one simulation; `ledgers_changed` is set by everything that may write one."""
+    """The invariants of one simulation; `ledgers_changed` is set by everything that may write one."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
         self._look_at = 0.0
         self.ledgers_changed = False
         #: Of each member: the head of the state that it held when it had taken over a record that listed it as ready.
@@ -95,21 +96,22 @@ class Invariants:
             self._held[committed] = committed.versions.newest.version_id
 
     def check(self) -> None:
-        """
+        """Look at everything that may have changed.
+
         Raises:
             InvariantBroken: saying what, where and when.
         """
         if self.ledgers_changed:
             self.ledgers_changed = False
             self._check_ledgers()
-        now = asyncio.get_running_loop().time() if self._simulation.open_calls else 0.0
+        now = asyncio.get_running_loop().time() if self._nodes.open_calls else 0.0
         if now >= self._look_at:
             self._look_at = now + LOOK_S
             self._check_requests(now)
 
     def _check_ledgers(self) -> None:
         holders: dict[tuple[int, int, int], list[StagePeer]] = {}
-        for peer in self._simulation.stage_peers():
+        for peer in self._nodes.stage_peers():
             for step, state in peer.member.steps.items():
                 ledger = state.accumulator.ledger
                 both = ledger.overflow.intersection(ledger.entries)
@@ -123,10 +125,10 @@ class Invariants:
 
     def _check_twice(self, stage: int, step: int, index: int, holders: list[StagePeer]) -> None:
         """Several live members hold one ticket: the newest book must count one of them at most."""
-        eras = {p: p.committed.record.era if p.committed.record is not None else 0 for p in self._simulation.stage_peers(stage)}
+        eras = {p: p.committed.record.era if p.committed.record is not None else 0 for p in self._nodes.stage_peers(stage)}
         newest = [p for p, era in eras.items() if era == max(eras.values())]  # ledgers from before a set-back count no more
         books = [p.leader._books[step] for p in newest if step in p.leader._books]
-        if any(peer.committed.num_commits > step for peer in self._simulation.stage_peers()):
+        if any(peer.committed.num_commits > step for peer in self._nodes.stage_peers()):
             return  # decided: what ledgers hold of it counts no more, and its books are closed one after the other
         if not books:
             return  # the leader is gone: nobody grants, and the next one collects first
@@ -135,22 +137,19 @@ class Invariants:
         collected = max((x.attempt.order for x in ledgers), default=book.attempt.order)
         if not book.is_collected or collected > book.attempt.order:
             return  # what is left is the book of a leader that a record left out: nobody grants, as above
-        counted = [
-            p
-            for p in holders
-            if p in newest and p.stage_context.me.key in book.members and p.stage_context.me.key not in book.excluded
-        ]
+        members = {p: p.stage_context.me for p in holders if p in newest}
+        counted = [me for me in members.values() if me.key in book.members and me.key not in book.excluded]
         if len(counted) > 1:
-            names = [p.stage_context.me.peer[:8] for p in counted]
+            names = [me.peer[:8] for me in counted]
             self._broken(
                 f"stage {stage}: ticket {(step, index)} is in the ledgers of {names}, none excluded at {book.attempt.order}"
             )
 
     def _check_requests(self, now: float) -> None:
-        simulation = self._simulation
-        connect_s = simulation.config.timing.connect_s
-        for call in list(simulation.open_calls):
-            if simulation.is_paused(call.source):
+        nodes = self._nodes
+        connect_s = nodes.config.timing.connect_s
+        for call in list(nodes.open_calls):
+            if nodes.network.is_paused(call.source):
                 call.progress.advanced_at = now  # a stopped process waits for nothing
             waited = now - call.progress.advanced_at
             if waited > call.stall_s + connect_s + SLACK_S:

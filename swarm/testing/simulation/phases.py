@@ -12,7 +12,9 @@ from types import TracebackType
 
 from swarm.base.ids import Address
 from swarm.peer.stage.stage_peer import StagePeer
-from swarm.testing.simulation.simulation import Call, Node, Simulation, check
+from swarm.testing.simulation.nodes import Node
+from swarm.testing.simulation.simulation import Simulation, check
+from swarm.testing.simulation.tapped import Call
 from swarm.wire import messages as m
 
 Matches = Callable[[Call], bool]
@@ -118,7 +120,8 @@ class Log:
 
 
 async def until(condition: Callable[[], bool], what: str, *, within_s: float = 300.0, every_s: float = 0.005) -> None:
-    """
+    """Wait until `condition()` holds.
+
     Raises:
         AssertionError: `what` never came about.
     """
@@ -152,15 +155,17 @@ def ledger(node: Node, step: int) -> set[int]:
 
 
 def node_at(simulation: Simulation, address: Address) -> Node:
+    """The node that serves at `address`."""
     return next(node for node in simulation.nodes.values() if node.address == address)
 
 
 def node_of(simulation: Simulation, member: m.Member) -> Node:
+    """The node that is this member."""
     return node_at(simulation, Address(member.host, member.port))
 
 
 def coordinator_of(simulation: Simulation) -> Node:
     """Who coordinates now, with the highest ballot if there are two."""
-    leading = [node for node in simulation.nodes.values() if simulation.coordinates(node)]
+    leading = [(found.ballot, name) for name, node in simulation.nodes.items() if (found := simulation.coordinator_at(node))]
     assert leading, "nobody coordinates"
-    return max(leading, key=lambda node: node.peer.election.coordinator.ballot)  # type: ignore[union-attr]
+    return simulation.nodes[max(leading)[1]]

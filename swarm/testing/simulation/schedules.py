@@ -26,7 +26,8 @@ from swarm.lifecycle.step import Ledger
 from swarm.peer.stage.stage_peer import StagePeer
 from swarm.peer.trainer.trainer import Trainer
 from swarm.testing.simulation.invariants import run_checked
-from swarm.testing.simulation.simulation import Node, Simulation, check
+from swarm.testing.simulation.nodes import Node
+from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
 
 #: (kind, weight). Kinds are the methods of `Faults`.
@@ -105,6 +106,7 @@ class Schedule:
         )
 
     def config(self) -> RunConfig:
+        """The configuration of this schedule's run."""
         timing = Timing(rebalance_every_s=REBALANCE_EVERY_S if self.seed % 2 == 0 else 0.0)
         options = {"tied": True} if self.tied else {}
         return small_config(
@@ -148,6 +150,7 @@ class Faults:
     injected: Counter[str] = field(default_factory=Counter)
 
     async def run(self, fault: Fault) -> None:
+        """Wait for a fault's time and inject it, if it may happen then."""
         await asyncio.sleep(fault.at_s)
         if await getattr(self, fault.kind)(random.Random(fault.choice), fault.for_s):
             self.injected[fault.kind] += 1
@@ -157,28 +160,27 @@ class Faults:
 
     def _expendable(self, node: Node) -> bool:
         """Another peer of its stage serves the newest state, and nothing is wrong with it."""
-        assert isinstance(node.peer, StagePeer)
-        newest = max(n.peer.committed.num_commits for n in self._stage_nodes())  # type: ignore[union-attr]
+        newest = max(other.stage_peer.committed.num_commits for other in self._stage_nodes())
         return any(
-            n is not node
-            and n.peer.stage == node.peer.stage
-            and n.peer.membership.serving
-            and not self._moves(n)  # type: ignore[union-attr]
-            and n.peer.committed.up_to_date
-            and n.peer.committed.num_commits == newest
-            and n.name not in self.simulation.troubled  # type: ignore[union-attr]
-            and _keeps_up(n.peer, node.peer)  # type: ignore[arg-type]
-            for n in self._stage_nodes()
+            other is not node
+            and other.stage_peer.stage == node.stage_peer.stage
+            and other.stage_peer.membership.serving
+            and not self._moves(other)
+            and other.stage_peer.committed.up_to_date
+            and other.stage_peer.committed.num_commits == newest
+            and other.name not in self.simulation.troubled
+            and _keeps_up(other.stage_peer, node.stage_peer)
+            for other in self._stage_nodes()
         )
 
     def _moves(self, node: Node) -> bool:
         """A record has it go to another stage."""
-        assert isinstance(node.peer, StagePeer)
-        record = node.peer.committed.record
-        return record is not None and any(move.member.key == node.peer.stage_context.me.key for move in record.moves)
+        record, me = node.stage_peer.committed.record, node.stage_peer.stage_context.me
+        return record is not None and any(move.member.key == me.key for move in record.moves)
 
     async def move(self, rng: random.Random, for_s: float) -> bool:
-        nodes = [n for n in self._stage_nodes() if n.peer.membership.serving]  # type: ignore[union-attr]
+        """A stage peer is moved by the next record."""
+        nodes = [n for n in self._stage_nodes() if n.stage_peer.membership.serving]
         if not nodes:
             return False
         node = rng.choice(nodes)
@@ -187,6 +189,7 @@ class Faults:
         return self.simulation.move(node.name, rng.choice(others))
 
     async def kill_stage_peer(self, rng: random.Random, for_s: float) -> bool:
+        """A stage peer dies and comes back after a while."""
         victims = [n for n in self._stage_nodes() if self._expendable(n)]
         if not victims:
             return False
@@ -202,6 +205,7 @@ class Faults:
         return True
 
     async def newcomer(self, rng: random.Random, for_s: float) -> bool:
+        """Another stage peer joins."""
         stage = rng.randrange(self.simulation.config.num_stages)
         await self.simulation.add_stage_peer(f"stage{stage}.new{rng.getrandbits(16)}", stage)
         return True
@@ -221,20 +225,25 @@ class Faults:
         return True
 
     async def pause(self, rng: random.Random, for_s: float) -> bool:
+        """A peer is stopped for a while."""
         return await self._trouble(rng, for_s, "pause", "resume")
 
     async def isolate(self, rng: random.Random, for_s: float) -> bool:
+        """A peer is cut off for a while."""
         return await self._trouble(rng, for_s, "isolate", "rejoin")
 
     async def hang(self, rng: random.Random, for_s: float) -> bool:
+        """A device hangs for a while."""
         return await self._trouble(rng, for_s, "hang", "unhang")
 
     async def slow(self, rng: random.Random, for_s: float) -> bool:
+        """A stage peer computes slowly from now on."""
         nodes = self._stage_nodes()
         rng.choice(nodes).slowness = rng.choice([3.0, 10.0, 40.0])
         return True
 
     async def cut(self, rng: random.Random, for_s: float, *, one_way: bool = False) -> bool:
+        """Two peers do not reach each other for a while."""
         a, b = rng.sample(sorted(self.simulation.nodes), 2)
         first, second = self.simulation.nodes[a].address, self.simulation.nodes[b].address
         self.simulation.network.cut(first, second, one_way=one_way)
@@ -243,6 +252,7 @@ class Faults:
         return True
 
     async def cut_one_way(self, rng: random.Random, for_s: float) -> bool:
+        """One peer does not reach another for a while."""
         return await self.cut(rng, for_s, one_way=True)
 
     async def partition(self, rng: random.Random, for_s: float) -> bool:
@@ -265,12 +275,14 @@ class Faults:
         return True
 
     async def kill_coordinator(self, rng: random.Random, for_s: float) -> bool:
+        """The coordinator dies and comes back after a while."""
         node = next((n for n in self.simulation.nodes.values() if self.simulation.coordinates(n)), None)
         if node is None:
             return False
         return await self._restart(node, for_s)
 
     async def kill_trainer(self, rng: random.Random, for_s: float) -> bool:
+        """A trainer dies and comes back after a while."""
         trainers = [n for n in self.simulation.nodes.values() if isinstance(n.peer, Trainer)]
         return await self._restart(rng.choice(trainers), for_s) if trainers else False
 
@@ -325,7 +337,7 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one seed: the faults that happened, and the violation with its schedule or ""."""
+    """The outcome of one seed: the faults that happened, and the violation with its schedule or ""."""
 
     seed: int
     faults: Counter[str]

@@ -39,11 +39,25 @@ class SmallStage(torch.nn.Module):
         setattr(self, f"layer{stage}", layer)
         self._layer_name = f"layer{stage}"
         if tied and last:
-            self.copy = torch.nn.Parameter(SmallStage(0, num_stages, dtype).layer0.weight.detach().clone())  # type: ignore[union-attr]
+            self.copy = torch.nn.Parameter(SmallStage(0, num_stages, dtype).layer.weight.detach().clone())
         self.tied = tied and last
 
-    def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
+    @property
+    def layer(self) -> torch.nn.Linear:
+        """The linear layer, whose name in the state dict holds the stage's number."""
         layer = getattr(self, self._layer_name)
+        assert isinstance(layer, torch.nn.Linear)
+        return layer
+
+    def share(self, first: SmallStage) -> None:
+        """Use the first stage's own weight in place of a copy, as one process does."""
+        weight = first.layer.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        self.copy = weight
+
+    def forward(self, inputs: Tensors, labels: Tensors | None) -> Tensors:
+        """The boundary `x` [B, WIDTH], or at the last stage the sum of losses and the number of tokens."""
+        layer = self.layer
         x = inputs["x"].to(layer.weight.dtype)
         x = layer(torch.tanh(x @ self.copy.T) if self.tied else x)
         if not self.last:
@@ -56,16 +70,24 @@ class SmallStage(torch.nn.Module):
 
 @dataclass
 class SmallFactory:
+    """Builds the stages of the small model; each with `padding` parameters that nothing uses, to make averages larger."""
+
     num_stages: int
     dtype: torch.dtype = torch.float64
     tied: bool = False
+    padding: int = 0
 
     @property
     def ties(self) -> tuple[Tie, ...]:
+        """The first layer's weight and its copy in the last stage, if the model is tied."""
         return (Tie(((0, "layer0.weight"), (self.num_stages - 1, "copy"))),) if self.tied else ()
 
     def build(self, stage: int) -> torch.nn.Module:
-        return SmallStage(stage, self.num_stages, self.dtype, tied=self.tied)
+        """The module of one stage."""
+        module = SmallStage(stage, self.num_stages, self.dtype, tied=self.tied)
+        if self.padding:
+            module.padding = torch.nn.Parameter(torch.zeros(self.padding, dtype=self.dtype))
+        return module
 
 
 @dataclass
@@ -82,6 +104,7 @@ class SmallFeed:
     data_digest: str = ""
 
     def batch(self, ticket: Ticket) -> _Batch:
+        """The samples of one ticket."""
         rng = np.random.default_rng([self.config.seed, ticket.step, ticket.index])
         size = self.config.micro_batch_size
         x = rng.standard_normal((size, WIDTH))
@@ -91,10 +114,12 @@ class SmallFeed:
         return _Batch({"x": x.astype(dtype)}, {"y": y})
 
     def eval_batches(self) -> list[_Batch]:
+        """The samples of an evaluation."""
         return [self.batch(Ticket(10**6, index)) for index in range(self.config.eval_tickets)]
 
 
 def small_config(**changes: object) -> RunConfig:
+    """The configuration of a run of the small model; `changes` replace its fields."""
     base: dict[str, object] = {
         "num_stages": 3,
         "micro_batch_size": 4,
@@ -108,11 +133,13 @@ def small_config(**changes: object) -> RunConfig:
         "checkpoint_every": 0,
         "max_grad_norm": 0.3,
     }
-    return RunConfig(**{**base, **changes})  # type: ignore[arg-type]
+    return RunConfig(**{**base, **changes})
 
 
 @dataclass
 class PlainResult:
+    """What one plain process came to."""
+
     losses: list[float]
     parameters: torch.Tensor
     #: What `clip_grad_norm_` returned.
@@ -143,7 +170,7 @@ def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Colle
     tied = bool(config.model_options.get("tied"))
     stages = [SmallStage(k, config.num_stages, dtype, tied=tied) for k in range(config.num_stages)]
     if tied:
-        stages[-1].copy = stages[0].layer0.weight  # type: ignore[assignment]
+        stages[-1].share(stages[0])
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
     optimizer = torch.optim.AdamW(
         parameters,

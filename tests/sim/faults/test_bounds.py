@@ -10,8 +10,8 @@ import torch
 
 from swarm.base.errors import RemoteError
 from swarm.peer.link import Refuse
-from swarm.peer.stage.tied_sums import CHUNK_ELEMENTS, part_of
-from swarm.peer.trainer.evaluation import MAX_TRIES, Evaluator
+from swarm.peer.stage.sum_copies import CHUNK_ELEMENTS, part_of
+from swarm.peer.trainer.evaluation import MAX_ATTEMPTS, Evaluator
 from swarm.stage.executor import Priority
 from swarm.stage.memory_plan import KEPT_SUMS
 from swarm.stage.saved.whole_checkpoint import find_complete
@@ -154,7 +154,7 @@ def test_an_evaluation_that_fails_leaves_nobody_at_work():
         link = SimpleNamespace(context=SimpleNamespace(config=SimpleNamespace(num_stages=3)))
         evaluator = Evaluator(link, SimpleNamespace(evaluate=evaluate), SimpleNamespace(eval_batches=lambda: batches))
         assert await evaluator.evaluate(record) is None
-        assert asked.count(0) == MAX_TRIES
+        assert asked.count(0) == MAX_ATTEMPTS
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())

@@ -17,7 +17,7 @@ from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.coordinator.lineage import Lineage
 from swarm.peer.stage import saved_states
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
-from swarm.testing.simulation.phases import finish_from, kind
+from swarm.testing.simulation.phases import committed, finish_from, kind
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
 from swarm.testing.virtual_time import run_virtual
@@ -25,17 +25,11 @@ from swarm.wire import messages as m
 from swarm.wire.messages import MAX_SAVED
 
 
-async def after_steps(simulation, steps, *, within_s=200.0):
-    async with asyncio.timeout(within_s):
-        while max(simulation.commits, default=-1) + 1 < steps:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def killed_after(config, tmp_path, steps):
     """A run of two peers a stage that ended all at once."""
     simulation = Simulation(config, seed=13, state_dir=tmp_path)
     await simulation.start(peers_per_stage=2, trainers=1)
-    await after_steps(simulation, steps)
+    await committed(simulation, steps)
     await simulation.abandon()
     return simulation
 
@@ -54,7 +48,7 @@ def test_a_lost_stage_is_restored_from_the_newest_complete_checkpoint(tmp_path, 
     async def main():
         simulation = Simulation(config, seed=11, state_dir=tmp_path)
         await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 5)
+        await committed(simulation, 5)
         await simulation.kill("stage1.0")
         await simulation.kill("stage1.1")
         await asyncio.sleep(3.0)
@@ -85,7 +79,7 @@ def test_while_a_stage_is_lost_the_run_says_so(tmp_path):
         await simulation.start(peers_per_stage=1, trainers=0)
         read = []
         await simulation.add_trainer("trainer0", on_waiting=read.append)
-        await after_steps(simulation, 3)
+        await committed(simulation, 3)
         await simulation.kill("stage1.0")
         await asyncio.sleep(15.0)
         assert read[0] == (
@@ -108,12 +102,12 @@ def test_a_stage_whose_only_peer_was_started_again_goes_on_at_once(tmp_path):
     async def main():
         simulation = Simulation(config, seed=19, state_dir=tmp_path)
         await simulation.start(peers_per_stage=1, trainers=1)
-        await after_steps(simulation, 3)
+        await committed(simulation, 3)
         began = asyncio.get_running_loop().time()
         await simulation.kill("stage1.0")
         await asyncio.sleep(2.0)
         await simulation.add_stage_peer("stage1.0", 1, same_port=True)
-        await after_steps(simulation, 5)
+        await committed(simulation, 5)
         took = asyncio.get_running_loop().time() - began
         assert took < config.timing.stage_lost_s / 3, f"{took:.0f} s"
         await simulation.finish()
@@ -129,7 +123,7 @@ def test_a_lost_stage_without_checkpoints_starts_from_the_initial_values():
     async def main():
         simulation = Simulation(config, seed=12)
         await simulation.start(peers_per_stage=1, trainers=1)
-        await after_steps(simulation, 2)
+        await committed(simulation, 2)
         await simulation.kill("stage2.0")
         await asyncio.sleep(1.0)
         await simulation.add_stage_peer("stage2.0", 2)
@@ -185,7 +179,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
         await second.add_backbone("backbone0")
         for stage, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
             if (name := f"stage{stage}.{i}") != writer or is_empty:
-                second._identities[name] = simulation._identities[name]
+                second.identities[name] = simulation.identities[name]
                 await second.add_stage_peer(name, stage)
         await second.add_trainer("trainer0")
         await asyncio.sleep(after_s)
@@ -195,7 +189,7 @@ def test_a_run_waits_for_those_who_wrote_its_newest_checkpoint(tmp_path, after_s
         if is_empty:
             (tmp_path / "elsewhere").rename(kept)
         else:
-            second._identities[writer] = simulation._identities[writer]
+            second.identities[writer] = simulation.identities[writer]
             await second.add_stage_peer(writer, 1)
         await finish_from(second, simulation, newest)
 
@@ -210,11 +204,11 @@ def test_the_last_checkpoint_of_all_stages_stays_while_a_stage_keeps_none(tmp_pa
         simulation = Simulation(config, seed=13, state_dir=tmp_path)
         await simulation.start(peers_per_stage=1, trainers=1)
         newcomer = await simulation.add_stage_peer("stage1.1", 1, keeps=False)
-        await after_steps(simulation, 3)
+        await committed(simulation, 3)
         while not newcomer.peer.membership.serving:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await simulation.kill("stage1.0")
-        await after_steps(simulation, 9)
+        await committed(simulation, 9)
         await simulation.abandon()
         kept = {k: sorted(int(p.name[5:]) for p in tmp_path.glob(f"*/checkpoints/stage-{k}/step-*")) for k in range(3)}
         assert kept[0] == kept[2] == [kept[1][-1], 8, 9], kept
@@ -243,12 +237,12 @@ def test_the_last_checkpoint_of_all_stages_stays_while_a_disk_refuses(tmp_path, 
     async def main():
         simulation = Simulation(config, seed=13, state_dir=tmp_path)
         await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 3)
+        await committed(simulation, 3)
         [writer] = {path.parts[-4] for path in tmp_path.glob("*/checkpoints/stage-1/step-00000002")}
         refusing.add(writer)
-        await after_steps(simulation, 7)
+        await committed(simulation, 7)
         assert kept() == {0: [2, 6], 1: [2], 2: [2, 6]}, "the run can go on from step 2 alone"
-        await after_steps(simulation, 9)
+        await committed(simulation, 9)
         assert [steps[-1] for steps in kept().values()] == [8, 8, 8]
         await simulation.finish()
         check(simulation, lineages=True)
@@ -315,7 +309,7 @@ async def resumed_where_it_ended(config, tmp_path, damage, *, keep=None):
         if damage(path):
             cut_short(path)
     second = Simulation(config, seed=14, state_dir=tmp_path)
-    second._identities |= simulation._identities
+    second.identities |= simulation.identities
     await second.start(peers_per_stage=2, trainers=1)
     return second
 
@@ -472,7 +466,7 @@ def test_those_who_hold_nothing_do_not_begin_again_without_those_who_hold_the_ne
             for path in written:
                 cut_short(path.parent)
         second = Simulation(config, seed=14, state_dir=tmp_path)
-        second._identities |= simulation._identities
+        second.identities |= simulation.identities
         await second.add_backbone("backbone0")
         for name, stage in ((f"stage{k}.{i}", k) for k in range(config.num_stages) for i in range(2)):
             if holders != "come later" or name not in writers:
@@ -509,7 +503,7 @@ def test_a_coordinator_remembers_what_it_was_told_of_by_a_peer_that_is_gone(tmp_
         [written] = tmp_path.glob("*/checkpoints/stage-1/step-00000004/checkpoint.json")
         [witness] = {"stage1.0", "stage1.1"} - {written.parts[-5]}
         second = Simulation(config, seed=14, state_dir=tmp_path)
-        second._identities |= simulation._identities
+        second.identities |= simulation.identities
         await second.add_backbone("backbone0")
         for stage in range(config.num_stages):
             await second.add_stage_peer(f"new{stage}", stage, keeps=False)
@@ -588,11 +582,11 @@ def test_two_halves_of_a_partition_become_one_lineage():
     async def main():
         simulation = Simulation(config, seed=15)
         await simulation.start(peers_per_stage=2, trainers=2, backbones=2)
-        await after_steps(simulation, 2)
+        await committed(simulation, 2)
         names = list(simulation.nodes)
         left = [n for n in names if n.endswith("0")]
         simulation.partition(left)
-        await after_steps(simulation, 6)
+        await committed(simulation, 6)
         await asyncio.sleep(8.0)
         simulation.heal_partition()
         await simulation.finish()
@@ -650,7 +644,7 @@ def test_an_operator_may_choose_to_stop_instead_of_splitting():
     async def main():
         simulation = Simulation(config, seed=16)
         await simulation.start(peers_per_stage=3, trainers=2, backbones=2)
-        await after_steps(simulation, 2)
+        await committed(simulation, 2)
         simulation.partition([n for n in simulation.nodes if n.endswith("0")])
         await asyncio.sleep(20.0)
         simulation.heal_partition()
@@ -667,7 +661,7 @@ def test_an_isolated_coordinator_that_re_elects_itself_for_minutes_and_then_heal
     async def main():
         simulation = Simulation(config, seed=17, forward_s=0.05)
         await simulation.start(peers_per_stage=2, trainers=1, backbones=2)
-        await after_steps(simulation, 1)
+        await committed(simulation, 1)
         name = next(n for n, node in simulation.nodes.items() if simulation.coordinates(node))
         simulation.isolate(simulation.nodes[name])
         await asyncio.sleep(200.0)
@@ -689,7 +683,7 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
     async def main():
         simulation = Simulation(config, seed=21, forward_s=0.05)
         await simulation.start(peers_per_stage=1, trainers=1, backbones=2)
-        await after_steps(simulation, 4)
+        await committed(simulation, 4)
         late = next(node for node in simulation.nodes.values() if node.peer is simulation.stage_peers(1)[0])
         if how == "is cut off":
             simulation.isolate(late)
@@ -719,7 +713,7 @@ def test_a_version_that_nobody_holds_is_given_up_for_the_newest_that_somebody_do
     async def main():
         simulation = Simulation(config, seed=22, state_dir=tmp_path, forward_s=0.05)
         await simulation.start(peers_per_stage=2, trainers=1)
-        await after_steps(simulation, 5)
+        await committed(simulation, 5)
 
         async def settle(lineage, rival):
             lineage._leadership.rival = None
@@ -751,7 +745,7 @@ def test_a_candidate_that_was_cut_off_does_not_begin_the_run_again():
     async def main():
         simulation = Simulation(small_config(total_steps=30), seed=1, forward_s=0.2)
         await simulation.start(peers_per_stage=1, trainers=2)
-        await after_steps(simulation, 2)
+        await committed(simulation, 2)
         simulation.partition(["trainer1"])
         others = [node.address for name, node in simulation.nodes.items() if name != "trainer1"]
         for stage in range(3):

@@ -14,7 +14,7 @@ from swarm.peer.link import Refuse, RefusedBy
 from swarm.peer.stage import state_transfer
 from swarm.peer.stage.saved_states import SavedStates
 from swarm.peer.stage.state_transfer import StateDonor
-from swarm.testing.simulation.phases import until
+from swarm.testing.simulation.phases import committed, until
 from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import small_config
 from swarm.testing.virtual_time import run_virtual
@@ -42,12 +42,6 @@ def served(monkeypatch):
     return counts
 
 
-async def after_steps(simulation, steps):
-    async with asyncio.timeout(200):
-        while max(simulation.commits, default=-1) + 1 < steps:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("kill_a_donor", [False, True])
 def test_a_newcomer_downloads_from_three_donors_at_once(served, kill_a_donor):
     config = small_config(total_steps=14)
@@ -55,7 +49,7 @@ def test_a_newcomer_downloads_from_three_donors_at_once(served, kill_a_donor):
     async def main():
         simulation = Simulation(config, seed=21)
         await simulation.start(peers_per_stage=3, trainers=1)
-        await after_steps(simulation, 2)
+        await committed(simulation, 2)
         node = await simulation.add_stage_peer("stage1.3", 1)
         donors = [simulation.nodes[f"stage1.{i}"].address for i in range(3)]
         for donor in donors:
@@ -82,7 +76,7 @@ def test_no_ticket_waits_for_a_newcomer_that_copies_an_average():
     async def main():
         simulation = Simulation(config, seed=23, forward_s=0.2)
         await simulation.start(peers_per_stage=3, trainers=1)
-        await after_steps(simulation, 3)
+        await committed(simulation, 3)
         node = await simulation.add_stage_peer("stage1.3", 1)
         server, loop = node.peer.micro_batches, asyncio.get_running_loop()
         copies = node.peer.committed._sums
@@ -142,7 +136,7 @@ def test_case_09_eight_newcomers_want_the_state_of_one_donor(served, donors):
     async def main():
         simulation = Simulation(config, seed=22, forward_s=0.1)
         await simulation.start(peers_per_stage=1, trainers=1)
-        await after_steps(simulation, 4)
+        await committed(simulation, 4)
         donor = simulation.nodes["stage1.0"].address
         newcomers = []
         for i in range(8):
@@ -176,7 +170,7 @@ def test_a_reader_that_hardly_moves_does_not_keep_others_out_for_ever(served, do
     async def main():
         simulation = Simulation(config, seed=23, forward_s=0.1)
         await simulation.start(peers_per_stage=1, trainers=1)
-        await after_steps(simulation, 2)
+        await committed(simulation, 2)
         donor, unknown_node = simulation.nodes["stage1.0"], simulation.nodes["stage0.0"]
         link, run = unknown_node.peer.link, unknown_node.peer.context.run
         offer = m.StateOffer(run=run, stage=1, reader="00" * 8)
@@ -220,7 +214,7 @@ def test_a_restart_warns_of_no_download_that_has_to_wait_for_a_moment(tmp_path, 
     async def main():
         first = Simulation(config, seed=24, state_dir=tmp_path)
         await first.start(peers_per_stage=2, trainers=1)
-        await after_steps(first, 5)
+        await committed(first, 5)
         await first.abandon()
         for stage in range(config.num_stages):
             shutil.rmtree(tmp_path / f"stage{stage}.1")

@@ -239,7 +239,7 @@ def test_one_identity_in_two_processes_keeps_nobody_from_beginning(tmp_path, cap
         await simulation.add_backbone("backbone0")
         for stage in range(config.num_stages):
             await simulation.add_stage_peer(f"stage{stage}.0", stage)
-        simulation._identities["copy"] = simulation._identities["stage1.0"]
+        simulation.identities["copy"] = simulation.identities["stage1.0"]
         await simulation.add_stage_peer("copy", 1)
         await simulation.add_trainer("trainer0")
         await simulation.began()

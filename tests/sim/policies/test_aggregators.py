@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from swarm.peer.backbone import Backbone
+from swarm.testing.simulation.nodes import Node
 from swarm.testing.simulation.phases import HeldBack, Log, committed, kind
-from swarm.testing.simulation.simulation import Node, Simulation
+from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, one_process, small_config
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
@@ -26,25 +27,12 @@ ELEMENTS = 2**18
 MEMBER_RATE = 2e6
 
 
-class _Padded(SmallFactory):
-    """The small model with a parameter that nothing uses."""
-
-    def __init__(self, num_stages: int, elements: int) -> None:
-        super().__init__(num_stages)
-        self.elements = elements
-
-    def build(self, stage: int) -> torch.nn.Module:
-        module = super().build(stage)
-        module.padding = torch.nn.Parameter(torch.zeros(self.elements, dtype=self.dtype))
-        return module
-
-
 class Swarm:
     """A simulation whose stage peers have equal lines, and an aggregator with ten times as much."""
 
     def __init__(self, *, elements: int = ELEMENTS, rate: float = MEMBER_RATE, **config: Any) -> None:
         self.config = small_config(**{"num_stages": 1, "total_steps": 7, "auxiliaries": 1, **config})
-        self.simulation = Simulation(self.config, factory=_Padded(self.config.num_stages, elements))
+        self.simulation = Simulation(self.config, factory=SmallFactory(self.config.num_stages, padding=elements))
         self.rate = rate
         self.reduces = Log(self.simulation, kind(m.Reduce))
         self.averages = Log(self.simulation, kind(m.AllReduce))
@@ -138,7 +126,7 @@ def test_rounds_are_as_much_faster_as_predicted(times: float, predicted: float, 
         assert predicted * reached <= gain <= predicted * 1.05, swarm.round_s
         assert swarm.weights(13)[4] == pytest.approx(part, abs=0.15)
         leader = swarm.simulation.stage_peers(0)[0].leader
-        assert leader.shares.helpers_reason.startswith(f"{node.identity.peer_id[:8]}: rounds should be 1.")
+        assert leader.shares.auxiliaries_reason.startswith(f"{node.identity.peer_id[:8]}: rounds should be 1.")
         assert isinstance(node.peer, Backbone)
         assert node.peer._status().detail["attempts_helped"] == len(swarm.helped())
         await swarm.finish()
@@ -154,7 +142,7 @@ def test_a_line_that_is_no_better_than_the_members_is_tried_and_left_alone() -> 
         await swarm.finish()
         assert len(swarm.helped()) <= 3, swarm.helped()
         assert 7 not in swarm.helped()
-        reasons = {peer.leader.shares.helpers_reason for peer in swarm.simulation.stage_peers(0)}
+        reasons = {peer.leader.shares.auxiliaries_reason for peer in swarm.simulation.stage_peers(0)}
         assert "none: no offer makes rounds faster by 20%" in reasons
 
     run(main)
@@ -335,7 +323,7 @@ def test_one_without_room_is_not_used() -> None:
         await swarm.finish()
         assert not swarm.helped()
         assert not swarm.reopened()
-        reasons = {peer.leader.shares.helpers_reason for peer in swarm.simulation.stage_peers(0)}
+        reasons = {peer.leader.shares.auxiliaries_reason for peer in swarm.simulation.stage_peers(0)}
         assert "none: none of 1 that were asked agreed" in reasons
 
     run(main)
@@ -354,6 +342,6 @@ def test_where_auxiliaries_are_not_used_nobody_is_asked(config: dict[str, int], 
         await swarm.finish()
         assert not asked.calls
         assert not swarm.helped()
-        assert {peer.leader.shares.helpers_reason for peer in swarm.simulation.stage_peers(0)} == {reason, ""}
+        assert {peer.leader.shares.auxiliaries_reason for peer in swarm.simulation.stage_peers(0)} == {reason, ""}
 
     run(main)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import torch
-
 from swarm.testing.simulation.phases import Log, committed, kind
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, small_config
 from swarm.testing.virtual_time import run_virtual
 from swarm.wire import messages as m
 
+#: Averages of 4 MiB.
 ELEMENTS = 2**19
 STEPS = 9
-
-
-class _Padded(SmallFactory):
-    """The small model with a parameter that nothing uses: averages of 4 MiB."""
-
-    def build(self, stage: int) -> torch.nn.Module:
-        module = super().build(stage)
-        module.padding = torch.nn.Parameter(torch.zeros(ELEMENTS, dtype=self.dtype))
-        return module
 
 
 def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
     async def main() -> None:
         config = small_config(num_stages=1, total_steps=STEPS)
-        simulation = Simulation(config, factory=_Padded(1))
+        simulation = Simulation(config, factory=SmallFactory(1, padding=ELEMENTS))
         reduces = Log(simulation, kind(m.Reduce))
         await simulation.start(peers_per_stage=4)
         slow = simulation.nodes["stage0.3"]

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from swarm.testing.simulation.simulation import Node, Simulation
+from swarm.testing.simulation.nodes import Node
+from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, small_config
 from swarm.testing.virtual_time import run_virtual
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import swarm.averaging.local_updates as local_updates
 from swarm.averaging.compressors.choice import compressor_of
-from swarm.averaging.local_updates import LocalAccumulator, OwnCopy, nesterov
+from swarm.averaging.local_updates import LocalAccumulator, OwnCopy
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT
 from swarm.lifecycle.record import genesis_record
@@ -15,7 +14,9 @@ from swarm.lifecycle.step import LedgerEntry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.device import KnownNumbers
 from swarm.stage.layout import Layout
-from swarm.stage.moments import Moments, OptimizerState
+from swarm.stage.moments import OptimizerState
+from swarm.stage.optimizers.choice import inner_optimizer_of, optimizer_of
+from swarm.stage.optimizers.interface import Optimizer
 from swarm.stage.versions import Version, make_version
 from swarm.wire.messages import Attempt
 
@@ -40,9 +41,22 @@ def outer_of(config: RunConfig, masters: torch.Tensor) -> Version:
     return make_version(record, LAYOUT, masters, torch.float32)
 
 
-def own_of(config: RunConfig) -> OwnCopy:
-    moments = Moments(LAYOUT, dtype=torch.float32, device="cpu")
-    return OwnCopy(config, moments, torch.float32, compressor_of(config, LAYOUT))
+def outer_optimizer(config: RunConfig) -> Optimizer:
+    return optimizer_of(config, LAYOUT, dtype=torch.float32, device="cpu")
+
+
+def own_of(config: RunConfig, optimizer: type[Optimizer] | None = None) -> OwnCopy:
+    inner = inner_optimizer_of(config, outer_optimizer(config))
+    if optimizer is not None:
+        inner = optimizer(config, inner.moments)
+    return OwnCopy(inner, torch.float32, compressor_of(config, LAYOUT))
+
+
+class Sgd(Optimizer):
+    """Plain descent."""
+
+    def update(self, masters, total, state, *, step, learning_rate, factor=1.0):  # type: ignore[no-untyped-def]
+        return masters - learning_rate * factor * total, state
 
 
 def at_rest(num_elements: int) -> OptimizerState:
@@ -62,9 +76,9 @@ def test_the_oracle_of_the_outer_step() -> None:
     """theta = 1, delta = .3 -> .601, then delta = .1 -> .2979."""
     config = config_of()
     masters, state = torch.ones(1), at_rest(1)
-    masters, state = nesterov(config, masters, torch.tensor([0.9]), state, step=0, factor=1 / 3)
+    masters, state = outer_optimizer(config).update(masters, torch.tensor([0.9]), state, step=0, learning_rate=0.0, factor=1 / 3)
     assert float(masters) == pytest.approx(0.601)
-    masters, state = nesterov(config, masters, torch.tensor([0.1]), state, step=1, factor=1.0)
+    masters, state = outer_optimizer(config).update(masters, torch.tensor([0.1]), state, step=1, learning_rate=0.0, factor=1.0)
     assert float(masters) == pytest.approx(0.2979)
 
 
@@ -78,7 +92,7 @@ def test_the_outer_step_is_torchs_sgd_with_nesterov_momentum() -> None:
         difference = torch.randn(9)
         plain.grad = difference.clone()
         sgd.step()
-        theta, state = nesterov(config, theta, difference, state, step=step, factor=1.0)
+        theta, state = outer_optimizer(config).update(theta, difference, state, step=step, learning_rate=0.0, factor=1.0)
     assert torch.allclose(theta, plain.detach(), atol=1e-6)
 
 
@@ -86,14 +100,14 @@ def test_with_rate_one_and_no_momentum_it_is_plain_averaging() -> None:
     config = config_of(outer_learning_rate=1.0, outer_momentum=0.0)
     outer, copies = torch.randn(8), [torch.randn(8) for _ in range(3)]
     total = sum(outer - x for x in copies)
-    averaged, _ = nesterov(config, outer, total, at_rest(8), step=0, factor=1 / 3)
+    averaged, _ = outer_optimizer(config).update(outer, total, at_rest(8), step=0, learning_rate=0.0, factor=1 / 3)
     assert torch.allclose(averaged, sum(copies) / 3, atol=1e-6)
 
 
 def test_only_the_fragment_whose_turn_it_is_moves() -> None:
     config = config_of(fragments=3)
     outer = torch.zeros(8)
-    moved, state = nesterov(config, outer, torch.ones(8), at_rest(8), step=1, factor=1.0)
+    moved, state = outer_optimizer(config).update(outer, torch.ones(8), at_rest(8), step=1, learning_rate=0.0, factor=1.0)
     assert moved.nonzero().flatten().tolist() == state.tensors["first"].nonzero().flatten().tolist() == [1, 4, 7]
 
 
@@ -116,17 +130,12 @@ def test_a_copy_moves_alike_by_gradients_whose_memory_is_only_borrowed() -> None
     assert torch.equal(plain.contribution(), borrowed.contribution())
 
 
-def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd() -> None:
     """Peers with unequal shares of the batch; H = 1, outer rate 1, no momentum."""
-
-    def sgd(config, moments, masters, gradient, state, *, learning_rate, factor):  # type: ignore[no-untyped-def]
-        return masters - learning_rate * factor * gradient, state
-
-    monkeypatch.setattr(local_updates, "adamw", sgd)
     config = config_of(inner_batch_size=32, outer_learning_rate=1.0, outer_momentum=0.0)
     theta = torch.randn(8)
     gradients = torch.randn(8, 8)
-    accumulators = [accumulator_of(own_of(config)) for _ in range(3)]
+    accumulators = [accumulator_of(own_of(config, Sgd)) for _ in range(3)]
     for index in range(8):
         accumulator = accumulators[[0, 0, 0, 0, 1, 1, 2, 1][index]]
         accumulator.version_for(outer_of(config, theta))
@@ -135,7 +144,7 @@ def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd(monkeypatch: pytest.
     for accumulator in accumulators:
         accumulator.freeze(Attempt(n=1))
         total += accumulator.contribution()
-    averaged, _ = nesterov(config, theta, total, at_rest(8), step=0, factor=1 / 16)
+    averaged, _ = outer_optimizer(config).update(theta, total, at_rest(8), step=0, learning_rate=0.0, factor=1 / 16)
     assert torch.allclose(averaged, theta - learning_rate(config, 0) * gradients.sum(0) / 16, atol=1e-6)
 
 
@@ -222,7 +231,7 @@ def test_what_does_not_count_has_not_moved_the_copy(how: str) -> None:
 def test_what_was_not_sent_stays_in_the_copy() -> None:
     config = config_of(fragments=2)
     own = own_of(config)
-    own.compressor.residual = torch.full((8,), 0.5)  # type: ignore[attr-defined]
+    own.compressor.residual = torch.full((8,), 0.5)
     assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8))).masters, torch.full((8,), 0.5))
     own.forget()
     assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8))).masters, torch.ones(8))

@@ -6,16 +6,15 @@ loss (the routers' balancing loss included) and the gradient of every parameter,
 the head apart from the embedding and tied to it. Beside it stands whether examples that share a sample see each other: what
 the stages give for packed examples is compared with what they give for each alone, and with `models/packing.py`.
 
-    python tests/unit/models/parity.py --all                                   # the table
-    python tests/unit/models/parity.py --all --write models/ARCHITECTURES.md   # and as a page
-    python tests/unit/models/parity.py llama mixtral                           # only these
+    python -m tests.unit.models.parity --all                                   # the table
+    python -m tests.unit.models.parity --all --write models/ARCHITECTURES.md   # and as a page
+    python -m tests.unit.models.parity llama mixtral                           # only these
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -27,11 +26,6 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parent)]
-
-from shrunken import ADAPTERS, VOCAB, families_with_a_plan, shrunken, still_at_default
-
 from models.causal_lm import CausalLMFactory
 from models.cut import CausalLMStage
 from models.packing import SHOWN_LAYERS, why_apart
@@ -40,6 +34,7 @@ from swarm.base.errors import ConfigError
 from swarm.feed.chat import Example
 from swarm.feed.packing import PackedExamples
 from swarm.stage.module import Tensors
+from tests.unit.models.shrunken import ADAPTERS, VOCAB, families_with_a_plan, shrunken, still_at_default
 
 B, T = 3, 12
 NUM_STAGES = 3
@@ -250,7 +245,7 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"Written by `python tests/unit/models/parity.py --all --write models/ARCHITECTURES.md` with transformers "
+        f"Written by `python -m tests.unit.models.parity --all --write models/ARCHITECTURES.md` with transformers "
         f"{transformers.__version__}: {len(planned)} of the {num_planned} causal LM types for which transformers has a "
         f"pipeline plan, and {len(passed) - len(planned)} of {len(ADAPTERS)} with an adapter of their own, cut into 3 "
         "stages, equal the whole model: logits, loss and the gradient of every parameter, in fp32, unpadded, left- and "

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from shrunken import VOCAB, shrunken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.causal_lm import CausalLMFactory
@@ -20,6 +19,7 @@ from swarm.stage.compute import StageCompute
 from swarm.stage.module import StageFactory, Tensors, Tie
 from swarm.stage.versions import make_version
 from swarm.wire.messages import CommitRecord
+from tests.unit.models.shrunken import VOCAB, shrunken
 
 B, T, V = 3, 12, 256
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from parity import B, T, difference, of_stages, sample
-from shrunken import shrunken
 
 from models.causal_lm import CausalLMFactory
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
+from tests.unit.models.parity import B, T, difference, of_stages, sample
+from tests.unit.models.shrunken import shrunken
 
 
 def factory_of(model_type: str = "llama", num_stages: int = 3, **options: Any) -> CausalLMFactory:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from shrunken import VOCAB, shrunken
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.causal_lm import CausalLMFactory
 from swarm.base.config import RunConfig
+from tests.unit.models.shrunken import VOCAB, shrunken
 
 T = 12
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity import PADDINGS, TOLERANCE, compare, shared_difference, tried
-from shrunken import ADAPTERS, families_with_a_plan
 
 from models.packing import SHOWN
+from tests.unit.models.parity import PADDINGS, TOLERANCE, compare, shared_difference, tried
+from tests.unit.models.shrunken import ADAPTERS, families_with_a_plan
 
 #: Each for what its cut could get wrong.
 SAMPLE = {

@@ -10,12 +10,12 @@ import logging
 import random
 
 import pytest
-from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 from swarm.net.identity import Identity
 from swarm.net.kademlia import wire
 from swarm.net.kademlia.server import ServerTiming
 from swarm.wire.records import MAX_RECORD_BYTES, PeerRecord, SignedRecord
+from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 
 def test_case_1_a_dead_peers_record_dies_at_its_time_however_often_others_hand_it_on():

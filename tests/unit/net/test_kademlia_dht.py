@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kademlia.node import Node
 from kademlia.utils import digest
-from kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
@@ -29,6 +28,7 @@ from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.routing import LiveRoutingTable, plausible_for
 from swarm.net.kademlia.server import ServerTiming
 from swarm.wire.records import SignedRecord
+from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 
 def test_a_fifth_of_all_datagrams_lost_each_way_loses_nothing():

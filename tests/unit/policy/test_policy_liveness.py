@@ -33,7 +33,7 @@ def test_one_that_fails_casts_doubt_on_its_stage_and_a_second_on_everybody():
     liveness, (first, second) = stages()
     liveness.failed(first[0], "Stalled", now=5.0)
     assert due(liveness, 5.0) == first, "all of its stage are looked at at once"
-    assert not liveness.doubted(x.key for x in second)
+    assert not liveness.suspected(x.key for x in second)
     liveness.fell_silent(first[1], "refused", now=5.1)
     assert due(liveness, 5.1) == second, "a second one: everybody else, and nobody twice"
 
@@ -42,10 +42,10 @@ def test_who_was_heard_a_moment_ago_is_not_doubted_because_of_others():
     liveness, (first, _) = stages()
     liveness.answered(first[3].key, now=5.0)
     liveness.failed(first[0], "LinkBroken", now=5.0 + FRESH_S / 2)
-    assert not liveness.is_doubted(first[3].key)
+    assert not liveness.is_suspected(first[3].key)
     liveness.answered(first[3].key, now=6.0)
     liveness.failed(first[3], "LinkBroken", now=6.0)
-    assert liveness.is_doubted(first[3].key), "its own failure counts"
+    assert liveness.is_suspected(first[3].key), "its own failure counts"
 
 
 def test_silent_until_it_answers_and_looked_at_ever_more_rarely():
@@ -64,7 +64,7 @@ def test_silent_until_it_answers_and_looked_at_ever_more_rarely():
     assert waits[:3] == [2.0, 4.0, 8.0]
     assert set(waits[3:]) == {MAX_LOOK_S}
     liveness.answered(gone.key, now=now)
-    assert not liveness.is_doubted(gone.key)
+    assert not liveness.is_suspected(gone.key)
     assert due(liveness, now + 100) == []
 
 
@@ -81,8 +81,8 @@ def test_another_incarnation_is_another_peer():
     liveness.fell_silent(first[0], "refused", now=0.0)
     again = first[0].model_copy(update={"incarnation": "f" * 16})
     liveness.set_groups([{x.key: x for x in (again, first[1])}])
-    assert not liveness.is_doubted(again.key)
-    assert not liveness.is_doubted(first[0].key)
+    assert not liveness.is_suspected(again.key)
+    assert not liveness.is_suspected(first[0].key)
 
 
 def test_what_is_remembered_is_bounded_in_number_and_time():

@@ -48,7 +48,7 @@ def test_without_a_complete_version_the_reason_says_why() -> None:
     assert "stages [1, 2] hold nothing" in reason
     best, reason = newest_complete([{"a": [holding(5)]}, {"b": [holding(6)]}])
     assert best is None
-    assert "no head is held by every stage" in reason
+    assert "no version is held by every stage" in reason
 
 
 def test_a_version_counts_as_of_the_latest_era_that_anyone_knows() -> None:

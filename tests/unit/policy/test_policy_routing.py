@@ -7,18 +7,19 @@ from collections import Counter
 
 import pytest
 
-from swarm.policy.routing import Key, StageRouter
+from swarm.base.ids import MemberKey
+from swarm.policy.routing import StageRouter
 
 A, B, C, D = ((name, "0") for name in "abcd")
 
 
-def router(*keys: Key, seed: int = 0, max_ban_s: float = 30.0) -> StageRouter:
+def router(*keys: MemberKey, seed: int = 0, max_ban_s: float = 30.0) -> StageRouter:
     made = StageRouter(random.Random(seed), max_ban_s=max_ban_s)
     made.set_members(keys)
     return made
 
 
-def serve(stage: StageRouter, seconds: dict[Key, float], num: int, *, now: float = 0.0) -> list[Key]:
+def serve(stage: StageRouter, seconds: dict[MemberKey, float], num: int, *, now: float = 0.0) -> list[MemberKey]:
     """`num` micro-batches of one sample, one after the other; returns who served each."""
     served = []
     for _ in range(num):

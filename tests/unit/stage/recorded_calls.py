@@ -16,7 +16,8 @@ import torch
 from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import LARGEST, Accumulator
 from swarm.stage.compute import StageCompute
-from swarm.stage.device import Added, HostDevice, KnownNumbers, entry_of
+from swarm.stage.device import Added, KnownNumbers, entry_of
+from swarm.stage.devices import HostDevice
 from swarm.stage.gpu import graphs
 from swarm.stage.gpu.kernels import survey
 from swarm.stage.module import Tensors

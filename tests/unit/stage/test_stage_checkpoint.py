@@ -125,7 +125,7 @@ def test_a_state_in_8_bits_is_restored_to_the_bit(tmp_path: Path) -> None:
     layout = Layout.of(torch.nn.Linear(100, 7))
     moments, version = moments_of(layout, in_8_bits=True), version_of(20, layout=layout)
     first, second = torch.randn(layout.num_elements), torch.rand(layout.num_elements) ** 4
-    written = moments.of_numbers(first, second, 20)
+    written = moments.of_numbers({"first": first, "second": second}, 20)
     write_checkpoint(tmp_path, 0, StageState(version, written), moments, CONFIG, config_bytes=b"{}")
     (found,) = scan([tmp_path])
     state = found.state(moments, record=found.record, dtype=torch.float32, device="cpu")
@@ -170,6 +170,16 @@ def test_the_optimizer_is_written_with_its_digest(tmp_path: Path) -> None:
     meta = json.loads((directory / "checkpoint.json").read_text())
     assert meta["num_updates"] == 20
     assert meta["blake3"]["optimizer"] == digest_of(moments[name] for name in sorted(moments))
+
+
+def test_a_file_without_a_digest_is_refused_in_one_line(tmp_path: Path) -> None:
+    description = write(tmp_path, 0, 20) / "checkpoint.json"
+    meta = json.loads(description.read_text())
+    del meta["digest"], meta["blake3"]["optimizer"]
+    description.write_text(json.dumps({**meta, "digest": module._digest_of(meta)}))
+    with pytest.raises(StorageError, match="no digest was written with it") as raised:
+        scan([tmp_path])[0].moments()
+    assert "\n" not in str(raised.value)
 
 
 def test_a_scalar_parameter_is_written_and_read(tmp_path: Path) -> None:

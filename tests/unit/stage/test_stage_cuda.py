@@ -14,14 +14,16 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.lifecycle.step import LedgerEntry
 from swarm.stage.accumulator import Accumulator
-from swarm.stage.device import Added, Device, DeviceTime, compute_thread, device_of, on_device, on_host
+from swarm.stage.device import Added, Device, DeviceTime
+from swarm.stage.devices import compute_thread, device_of, on_device, on_host
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.gpu.kernels import Summand, add_together, survey
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments, OptimizerState
 from swarm.stage.norms import norm_of
-from swarm.stage.optimizer import adamw, moments_for
+from swarm.stage.optimizers.adamw import AdamW
+from swarm.stage.optimizers.choice import optimizer_of
 from swarm.wire.compression import CODECS, decode_tensor
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Attempt, Train
@@ -179,12 +181,12 @@ def test_replicas_identical_a_gpu_ends_on_the_bits_of_a_cpu(dtype: torch.dtype, 
     ends = []
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(4)
-        moments = moments_for(config, layout, dtype=dtype, device=device, offload=offload)
-        masters, state = start.to(device), moments.zero()
+        updates = optimizer_of(config, layout, dtype=dtype, device=device, offload=offload)
+        masters, state = start.to(device), updates.moments.zero()
         for step in range(20):
             gradient = torch.randn(start.shape, generator=generator, dtype=dtype) * 10.0 ** (step % 7 - 5)
-            masters, state = adamw(
-                config, moments, masters, gradient.to(device), state, learning_rate=1e-3 * (1 + step % 3), factor=0.37
+            masters, state = updates.update(
+                masters, gradient.to(device), state, step=step, learning_rate=1e-3 * (1 + step % 3), factor=0.37
             )
         assert all(tensor.device.type == ("cpu" if offload else device) for tensor in state.tensors.values())
         ends.append([masters.cpu(), *(tensor.cpu() for tensor in state.tensors.values())])
@@ -332,7 +334,7 @@ def test_a_root_is_correctly_rounded() -> None:
         moments = Moments(layout_of(len(squares)), dtype=dtype, device="cpu")
         config = RunConfig(beta1=0.5, beta2=0.75, weight_decay=0.0, epsilon=1.0)
         gradient = torch.ones_like(squares)
-        masters, after = adamw(config, moments, torch.zeros_like(squares), gradient, state, learning_rate=1.0)
+        masters, after = AdamW(config, moments).update(torch.zeros_like(squares), gradient, state, step=0, learning_rate=1.0)
         first, second = (after.tensors[name].numpy() for name in ("first", "second"))
         expected = -(first * 2.0) / (np.sqrt(second) * 2.0 + 1.0)
         assert np.array_equal(masters.numpy(), expected)

@@ -34,7 +34,7 @@ def test_moments_in_8_bits_take_a_quarter_and_offloaded_ones_nothing(offload: bo
     config = RunConfig(optimizer="adamw8bit")
     needed = memory_of(module(256 * 4000), config, writes_checkpoints=True, on_cpu=not offload, offload=offload)
     sizes = dict(needed.parts)
-    assert sizes["AdamW's moments"] == moments * (256 + 4) * 4000
+    assert sizes["optimizer's moments"] == moments * (256 + 4) * 4000
     assert sizes["both once more while a step is applied"] == (4 * 256 + moments * (256 + 4)) * 4000
     assert sizes["writing a checkpoint"] == (0 if offload else 4 * 256 * 4000)
 
@@ -44,8 +44,8 @@ def test_offloaded_moments_that_main_memory_does_not_hold_are_refused_with_the_n
     with pytest.raises(ConfigError) as caught:
         require_main_memory(module(10**6, 10**9), RunConfig(), 15 * 10**6)
     assert str(caught.value) == (
-        "--offload-optimizer: AdamW's moments, twice while a step is applied, need 16.0 MB of main memory, and 15.0 MB are "
-        "free; use --optimizer adamw8bit, or more stages (--stages)"
+        "--offload-optimizer: the optimizer's moments, twice while a step is applied, need 16.0 MB of main memory, and "
+        "15.0 MB are free; use --optimizer adamw8bit, or more stages (--stages)"
     )
 
 
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as caught:
         room_in_flight(needed, 10**9, stage=2, config=config, limit="--memory-limit")
     assert str(caught.value) == (
-        "stage 2 of 4 needs 1.83 GB for 50,000,000 trained and 7,000,000 frozen parameters (parameters 200.0 MB, AdamW's "
+        "stage 2 of 4 needs 1.83 GB for 50,000,000 trained and 7,000,000 frozen parameters (parameters 200.0 MB, optimizer's "
         "moments 400.0 MB, both once more while a step is applied 600.0 MB, gradient sums and averages 600.0 MB, frozen "
         "parameters 28.0 MB) and 16.8 MB for micro-batches, and this peer has 1.00 GB (--memory-limit); cut the model into more "
         "stages (--stages), or train less of it (--lora, --frozen)"

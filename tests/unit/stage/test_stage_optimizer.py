@@ -8,7 +8,8 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments
-from swarm.stage.optimizer import adamw, moments_for
+from swarm.stage.optimizers.adamw import AdamW
+from swarm.stage.optimizers.choice import optimizer_of
 
 torch.set_num_threads(1)
 
@@ -49,7 +50,7 @@ def test_equals_torch_adamw(dtype: torch.dtype, tolerance: float, weight_decay: 
         parameter.grad = gradient.clone()
         optimizer.param_groups[0]["lr"] = learning_rate
         optimizer.step()
-        masters, state = adamw(config, moments, masters, gradient.clone(), state, learning_rate=learning_rate)
+        masters, state = AdamW(config, moments).update(masters, gradient.clone(), state, step=0, learning_rate=learning_rate)
         assert masters.dtype == dtype
         difference = float((masters - parameter.detach()).norm() / parameter.detach().norm())
         assert difference < tolerance, f"step {step}"
@@ -62,10 +63,11 @@ def test_equals_torch_adamw(dtype: torch.dtype, tolerance: float, weight_decay: 
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_what_an_older_version_holds_is_not_modified(in_8_bits: bool) -> None:
     moments = Moments(layout_of(257), dtype=torch.float32, device="cpu", in_8_bits=in_8_bits)
-    masters, state = adamw(CONFIG, moments, start(torch.float32), gradients(torch.float32)[0], moments.zero(), learning_rate=0.1)
+    optimizer, (gradient, other, *_) = AdamW(CONFIG, moments), gradients(torch.float32)
+    masters, state = optimizer.update(start(torch.float32), gradient, moments.zero(), step=0, learning_rate=0.1)
     held = [masters, *state.tensors.values()]
     before = [t.clone() for t in held]
-    new, new_state = adamw(CONFIG, moments, masters, gradients(torch.float32)[1], state, learning_rate=0.1)
+    new, new_state = optimizer.update(masters, other, state, step=1, learning_rate=0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
     assert state.num_updates == 1
     storages = {t.untyped_storage().data_ptr() for t in held}
@@ -82,7 +84,7 @@ def test_replicas_identical_the_same_bits_from_the_same_bits(in_8_bits: bool) ->
         state = moments.zero()
         for gradient in gradients(torch.float32):
             shifted = torch.empty(257 + offset)[offset:].copy_(gradient)
-            masters, state = adamw(CONFIG, moments, masters, shifted, state, learning_rate=0.01)
+            masters, state = AdamW(CONFIG, moments).update(masters, shifted, state, step=0, learning_rate=0.01)
         return masters
 
     assert torch.equal(run(0), run(1))
@@ -92,7 +94,7 @@ def test_replicas_identical_the_same_bits_from_the_same_bits(in_8_bits: bool) ->
 def test_a_zero_gradient_only_decays() -> None:
     masters = start(torch.float64)
     moments = plain(torch.float64)
-    new, _ = adamw(CONFIG, moments, masters, torch.zeros_like(masters), moments.zero(), learning_rate=0.5)
+    new, _ = AdamW(CONFIG, moments).update(masters, torch.zeros_like(masters), moments.zero(), step=0, learning_rate=0.5)
     torch.testing.assert_close(new, masters * (1 - 0.5 * 0.1), rtol=1e-15, atol=0.0)
 
 
@@ -109,11 +111,11 @@ def trained(
     generator = torch.Generator().manual_seed(5)
     sizes = 10.0 ** torch.linspace(-decades, 0, 3000)[torch.randperm(3000, generator=generator)]
     means = torch.randn(3000, generator=generator)
-    moments = moments_for(config, layout, dtype=torch.float32, device="cpu")
+    moments = optimizer_of(config, layout, dtype=torch.float32, device="cpu").moments
     masters, state = torch.ones(layout.num_elements), moments.zero()
     for _ in range(num_steps):
         gradient = (sizes * (means + torch.randn(3000, generator=generator)))[part]
-        masters, state = adamw(config, moments, masters, gradient, state, learning_rate=0.01)
+        masters, state = AdamW(config, moments).update(masters, gradient, state, step=0, learning_rate=0.01)
     return masters, *state.tensors.values()
 
 
@@ -130,7 +132,9 @@ def test_in_8_bits_it_walks_nearly_to_the_same_place(decades: float, distance: f
 
 def test_in_8_bits_the_state_takes_a_quarter() -> None:
     layout = layout_of(256 * 1000)
-    exact, coded = (moments_for(config, layout, dtype=torch.float32, device="cpu").zero() for config in (CONFIG, IN_8_BITS))
+    exact, coded = (
+        optimizer_of(config, layout, dtype=torch.float32, device="cpu").moments.zero() for config in (CONFIG, IN_8_BITS)
+    )
     assert coded.num_bytes / exact.num_bytes == pytest.approx(0.25, rel=0.02)
 
 
@@ -144,10 +148,10 @@ def test_blocks_begin_at_parameters_so_another_cut_has_the_same_bits() -> None:
 def test_a_gradient_that_is_seen_once_moves_no_parameter_far() -> None:
     """Rare tokens: were the second moment lost in the code before the first, the next update would divide by nothing."""
     layout = layout_of(256)
-    moments = moments_for(IN_8_BITS, layout, dtype=torch.float32, device="cpu")
+    moments = optimizer_of(IN_8_BITS, layout, dtype=torch.float32, device="cpu").moments
     gradient = 10.0 ** torch.linspace(-9, 0, 256)
-    masters, state = adamw(IN_8_BITS, moments, torch.zeros(256), gradient, moments.zero(), learning_rate=1.0)
+    masters, state = AdamW(IN_8_BITS, moments).update(torch.zeros(256), gradient, moments.zero(), step=0, learning_rate=1.0)
     for _ in range(5):
         before = masters
-        masters, state = adamw(IN_8_BITS, moments, masters, torch.zeros(256), state, learning_rate=1.0)
+        masters, state = AdamW(IN_8_BITS, moments).update(masters, torch.zeros(256), state, step=0, learning_rate=1.0)
         assert float((masters - before).abs().max()) < 1.5, "a step of AdamW is about the learning rate"

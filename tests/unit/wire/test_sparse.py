@@ -16,7 +16,7 @@ from swarm.wire.messages import BUCKET_SIZE, TensorSpec
 
 
 def round_trip(tensor: torch.Tensor, num_kept: int) -> torch.Tensor:
-    spec, buffer = encode_sparse("x", tensor, num_kept, "state")
+    spec, buffer = encode_sparse("x", tensor, "sparse4", num_kept, "state")
     assert memoryview(buffer).nbytes == spec.num_bytes
     decoded = decode_tensor(spec, bytes(buffer))
     assert (decoded.dtype, decoded.shape) == (tensor.dtype, tensor.shape)
@@ -30,7 +30,7 @@ def test_the_oracle_of_cocktail_sgd() -> None:
 def test_a_parameter_takes_the_bits_that_the_paper_says() -> None:
     """A tenth of the elements is offered, a fifth of those kept in 4 bits: 0.1825 bits, 87.7 times less than fp16."""
     offered = 128 * 1000
-    spec, _ = encode_sparse("x", torch.randn(offered), offered // 5, "state")
+    spec, _ = encode_sparse("x", torch.randn(offered), "sparse4", offered // 5, "state")
     assert spec.num_bytes * 8 / (10 * offered) == pytest.approx(0.1825, rel=1e-3)
     assert 16 / (spec.num_bytes * 8 / (10 * offered)) == pytest.approx(87.7, rel=1e-3)
 
@@ -61,11 +61,11 @@ def test_zeros_stay_zeros() -> None:
 
 def test_what_is_not_finite_is_refused() -> None:
     with pytest.raises(NonFinite):
-        encode_sparse("x", torch.tensor([1.0, float("nan")]), 1, "state")
+        encode_sparse("x", torch.tensor([1.0, float("nan")]), "sparse4", 1, "state")
 
 
 def test_a_payload_that_keeps_another_number_of_elements_is_refused() -> None:
-    spec, buffer = encode_sparse("x", torch.randn(64), 16, "state")
+    spec, buffer = encode_sparse("x", torch.randn(64), "sparse4", 16, "state")
     forged = bytearray(buffer)
     forged[0] ^= 1
     with pytest.raises(RemoteProtocolError, match=r"keeps 1[57] elements, its spec says 16"):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launch.arguments import (
-    LaunchParser,
+from launch.arguments import LaunchParser
+from launch.options import (
+    DataOptions,
+    PeerOptions,
     add_data_options,
-    add_logging_options,
     add_model_option,
     add_network_options,
+    add_output_options,
     add_run_options,
 )
 from launch.processes.devices import available_memory, before_importing_torch, use_threads
@@ -29,7 +31,15 @@ if TYPE_CHECKING:
 PROGRAM = "launch_backbone"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class BackboneOptions(PeerOptions, DataOptions):
+    """What `launch_backbone` was told."""
+
+    aggregate: bool
+
+
+def parse(argv: Sequence[str]) -> BackboneOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(PROGRAM, "Bootstrap and coordinate a run. Needs no GPU; a run may have several.")
     add_run_options(parser)
     parser.add_argument(
@@ -42,11 +52,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_data_options(group)
     add_model_option(group)
     add_network_options(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, BackboneOptions)
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: BackboneOptions, argv: list[str], reports: Reports) -> int:
+    """Serve as a backbone until a signal comes. Returns the exit code."""
     from launch.run.composing import announce, compose
     from swarm.peer.backbone import Backbone
 
@@ -79,6 +90,7 @@ def _aggregator(config: RunConfig, limit_bytes: int) -> Callable[[Link], Aggrega
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_int, positive_seconds
+from launch.arguments import EXIT_DONE, LaunchParser, peer_address, positive_int, positive_seconds
+from launch.options import OutputOptions, add_output_options
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -18,7 +19,18 @@ PROGRAM = "swarm_control"
 ACTIONS = ("pause", "resume", "stop")
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(OutputOptions):
+    """What `swarm_control` was told."""
+
+    address: Address
+    action: str
+    at_step: int | None
+    timeout: float
+
+
+def parse(argv: Sequence[str]) -> ControlOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM,
         "Pause, resume or stop a run. A step under way ends first, and its state is written to "
@@ -36,8 +48,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=positive_seconds, default=5.0, help="wait this long for each answer, in seconds"
     )
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, ControlOptions)
 
 
 async def operate(address: Address, action: str, *, at_step: int | None = None, timeout_s: float = 5.0) -> tuple[int, str]:
@@ -51,11 +63,10 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
         SwarmError: nobody answers, nobody coordinates, or it is refused; the text says why.
     """
     from swarm.base.config import run_id_of
-    from swarm.net.transports import new_transport
+    from swarm.net.visitor import visiting
     from swarm.wire.messages import Hello, Operate, Operated, Refusal, RunInfo
 
-    transport = new_transport(connect_s=timeout_s)
-    try:
+    async with visiting(connect_s=timeout_s) as transport:
         info = await answer_of(transport, address, Hello(), timeout_s=timeout_s)
         if not isinstance(info, RunInfo):
             raise SwarmError(f"{address} is no peer of a run")
@@ -66,8 +77,6 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
                 raise SwarmError(f"{address} knows no coordinator: is a backbone or a trainer of the run up?")
             there = Address(info.coordinator.host, info.coordinator.port)
             reply = await answer_of(transport, there, request, timeout_s=timeout_s)
-    finally:
-        await transport.close()
     if isinstance(reply, Refusal) and reply.code == "bad_request":
         raise ConfigError(reply.reason)
     if not isinstance(reply, Operated):
@@ -75,7 +84,8 @@ async def operate(address: Address, action: str, *, at_step: int | None = None, 
     return reply.step, reply.text
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: ControlOptions, argv: list[str], reports: Reports) -> int:
+    """Tell the run what to do, and print what it answers."""
     if options.at_step is not None and options.action != "stop":
         raise ConfigError("--at-step goes with stop only")
     step, text = asyncio.run(operate(options.address, options.action, at_step=options.at_step, timeout_s=options.timeout))
@@ -84,6 +94,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

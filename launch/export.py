@@ -6,23 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import (
-    EXIT_DONE,
-    LaunchParser,
-    add_import_option,
-    add_logging_options,
-    add_model_option,
-    count,
-    existing_path,
-    output_directory,
-    peer_address,
-    positive_seconds,
-)
+from launch.arguments import EXIT_DONE, LaunchParser, count, existing_path, output_directory, peer_address, positive_seconds
+from launch.options import ImportOptions, ModelOptions, OutputOptions, add_import_option, add_model_option, add_output_options
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -38,7 +28,21 @@ if TYPE_CHECKING:
 PROGRAM = "export_model"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(ModelOptions, ImportOptions, OutputOptions):
+    """What `export_model` was told. Either `checkpoints` or `join` is given."""
+
+    checkpoints: list[Path] | None
+    join: Address | None
+    join_timeout: float
+    out: Path
+    step: int | None
+    best: bool
+    tokenizer: Path | None
+
+
+def parse(argv: Sequence[str]) -> ExportOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM,
         "Write a run's model to a directory that AutoModelForCausalLM.from_pretrained of "
@@ -87,11 +91,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     )
     add_model_option(parser)
     add_import_option(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, ExportOptions)
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: ExportOptions, argv: list[str], reports: Reports) -> int:
+    """Write the model."""
     if is_state_directory(options.out):
         raise ConfigError(f"--out {options.out} is a state directory: name another, such as {options.out / 'exported'}")
     if options.join is not None:
@@ -118,10 +123,11 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 Exported = tuple[RunConfig, "dict[str, torch.Tensor]", int, str]
 
 
-def _from_checkpoints(options: Namespace) -> Exported:
+def _from_checkpoints(options: ExportOptions) -> Exported:
     from swarm.stage.saved.checkpoint import StageCheckpoint
     from swarm.stage.saved.whole_checkpoint import use_complete
 
+    assert options.checkpoints is not None
     found = use_complete(options.checkpoints, StageCheckpoint.parameters, step=options.step, best=options.best)
     config = parse_config_bytes(found[0][0].config_bytes)
     parameters = {name: value for _, tensors in found for name, value in tensors.items()}
@@ -129,27 +135,24 @@ def _from_checkpoints(options: Namespace) -> Exported:
     return config, parameters, record.step + 1, record.version_id
 
 
-async def _from_peers(options: Namespace, address: Address) -> Exported:
-    from swarm.net.transports import new_transport
+async def _from_peers(options: ExportOptions, address: Address) -> Exported:
+    from swarm.net.visitor import visiting
     from swarm.peer.joining import fetch_run
     from swarm.peer.stage.live_state import fetch_parameters
 
     if options.step is not None or options.best:
         raise ConfigError("--step and --best choose among checkpoints: a live run has its newest head only")
-    transport = new_transport()
-    try:
+    async with visiting() as transport:
         info = await fetch_run(transport, address, deadline_s=options.join_timeout)
         config = parse_config_bytes(info.config.encode())
         factory = _factory(options, config)
         record, parameters = await fetch_parameters(
             transport, info, config, factory, deadline_s=options.join_timeout, rng=random.Random()
         )
-    finally:
-        await transport.close()
     return config, parameters, record.step + 1, record.version_id
 
 
-def _factory(options: Namespace, config: RunConfig) -> Any:
+def _factory(options: ExportOptions, config: RunConfig) -> Any:
     from models.registry import factory_of
 
     source = weights_for(config, options.model) if options.model is not None else None
@@ -182,7 +185,7 @@ def _require_finite(parameters: dict[str, torch.Tensor], step: int) -> None:
         )
 
 
-def _tokenizer(options: Namespace) -> Path | None:
+def _tokenizer(options: ExportOptions) -> Path | None:
     """Where the run's tokenizer is: named, kept by a local run, or the model's."""
     if options.tokenizer is not None:
         return options.tokenizer
@@ -194,6 +197,7 @@ def _tokenizer(options: Namespace) -> Path | None:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.arguments import (
     EXIT_DONE,
     LaunchParser,
-    add_config_options,
-    add_data_options,
-    add_logging_options,
     auto_or_micro_batches,
-    config_overrides,
     device_name,
     existing_path,
     local_path,
+    memory_size,
     non_empty,
     port_number,
     process_count,
@@ -29,6 +25,7 @@ from launch.arguments import (
 from launch.local_swarm.plan import DEFAULT_PEERS_PER_STAGE, DEFAULT_TRAINERS, RUN_FILE, SwarmPlan
 from launch.local_swarm.processes import LocalSwarm
 from launch.local_swarm.view import Picture, view_for
+from launch.options import ConfigOptions, DataOptions, OutputOptions, add_config_options, add_data_options, add_output_options
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of, run_until_done
@@ -42,7 +39,30 @@ from swarm.base.errors import ConfigError
 PROGRAM = "launch_local"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(DataOptions, ConfigOptions, OutputOptions):
+    """What `launch_local` was told."""
+
+    run: Path | None
+    peers_per_stage: int | None
+    trainers: int | None
+    #: None: adapts to what the swarm takes.
+    in_flight: int | None
+    device: str
+    threads: int | None
+    memory_limit: int | None
+    peer_memory: int | None
+    offload_optimizer: bool
+    compile: bool
+    host: str
+    port: int
+    state_dir: Path | None
+    metrics: Path | None
+    plain: bool
+
+
+def parse(argv: Sequence[str]) -> LocalOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM, "Run a whole swarm on this machine and show it. Ctrl-C leaves no process, port or temporary file behind."
     )
@@ -93,7 +113,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        type=size_bytes,
+        type=memory_size,
         default=None,
         help="for everything that training takes, per stage process, such as 4GiB; a stage that does not fit "
         "is refused before it is allocated (default: its part of 80 %% of what is free)",
@@ -134,17 +154,17 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument("--plain", action="store_true", help="print lines instead of the live view")
     add_data_options(parser.add_argument_group("data"))
     add_config_options(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, LocalOptions)
 
 
-def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
-    """Merge file, preset and command line; digests of the data are still missing from the configuration.
+def resolve_plan(options: LocalOptions) -> tuple[RunConfig, SwarmPlan]:
+    """Merge file and command line; digests of the data are still missing from the configuration.
 
     Raises:
         ConfigError: one line about whatever is wrong.
     """
-    given = config_overrides(options)
+    given = options.overrides()
     overrides, place = with_model(given)
     run_file = read_run_file(options.run) if options.run is not None else None
     stored = _stored_run(options.state_dir)
@@ -167,22 +187,17 @@ def resolve_plan(options: Namespace) -> tuple[RunConfig, SwarmPlan]:
         state_dir=state_dir,
         state_dir_is_new=not state_dir.exists(),
         stored_config=stored.config_bytes if stored else None,
-        **{
-            key: getattr(options, key)
-            for key in (
-                "host",
-                "port",
-                "device",
-                "threads",
-                "memory_limit",
-                "offload_optimizer",
-                "compile",
-                "in_flight",
-                "metrics",
-                "log_level",
-                "log_format",
-            )
-        },
+        host=options.host,
+        port=options.port,
+        device=options.device,
+        threads=options.threads,
+        memory_limit=options.memory_limit,
+        offload_optimizer=options.offload_optimizer,
+        compile=options.compile,
+        in_flight=options.in_flight,
+        metrics=options.metrics,
+        log_level=options.log_level,
+        log_format=options.log_format,
     )
     if plan.offload_optimizer and plan.device == "cpu":
         raise ConfigError("--offload-optimizer: with --device cpu all state is in main memory already")
@@ -210,7 +225,8 @@ def _fresh_directory(name: str) -> Path:
     return candidate
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: LocalOptions, argv: list[str], reports: Reports) -> int:
+    """Run the swarm to its end. Returns the exit code."""
     config, plan = resolve_plan(options)
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
     plain = options.plain or options.quiet or options.log_format == "json"
@@ -229,6 +245,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import (
-    EXIT_DONE,
-    LaunchParser,
-    add_config_options,
-    add_logging_options,
-    config_overrides,
-    existing_path,
-    size_bytes,
-)
+from launch.arguments import EXIT_DONE, LaunchParser, existing_path, size_bytes
+from launch.options import ConfigOptions, OutputOptions, add_config_options, add_output_options
 from launch.processes.logs import console
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -31,7 +24,16 @@ if TYPE_CHECKING:
 PROGRAM = "plan_run"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ConfigOptions, OutputOptions):
+    """What `plan_run` was told."""
+
+    run: Path | None
+    peer_memory: int | None
+
+
+def parse(argv: Sequence[str]) -> PlanOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM,
         "Show how a run's model would be cut into stages of equal work, and what memory each "
@@ -46,8 +48,8 @@ def parse(argv: Sequence[str]) -> Namespace:
         help="what one stage peer may take for the model, such as 16GiB; with --stages auto the fewest stages that fit are taken",
     )
     add_config_options(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, PlanOptions)
 
 
 def table_of(config: RunConfig, rows: Sequence[StageRow], peer_memory: int | None) -> Table:
@@ -117,8 +119,9 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    overrides, place = with_model(config_overrides(options))
+def serve(options: PlanOptions, argv: list[str], reports: Reports) -> int:
+    """Print the plan."""
+    overrides, place = with_model(options.overrides())
     run_file = read_run_file(options.run) if options.run is not None else None
     if run_file is not None and "model" not in overrides:
         place = run_file.paths.model
@@ -134,7 +137,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
         return EXIT_DONE
     out = console(highlight=False)
     if not out.is_terminal:
-        out.width = 120
+        out = console(highlight=False, width=120)
     out.print(table_of(config, rows, options.peer_memory))
     for line in verdict(rows, options.peer_memory, reason):
         out.print(line, soft_wrap=True)
@@ -142,6 +145,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from launch.arguments import (
-    EXIT_DONE,
-    LaunchParser,
-    add_config_options,
-    add_import_option,
-    add_logging_options,
-    config_overrides,
-    count,
-    existing_path,
-    local_path,
-)
+from launch.arguments import EXIT_DONE, LaunchParser, count, existing_path, local_path
 from launch.local_swarm.plan import RUN_FILE
+from launch.options import ConfigOptions, ImportOptions, OutputOptions, add_config_options, add_import_option, add_output_options
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -29,7 +21,17 @@ from swarm.base.errors import ConfigError, StorageError
 PROGRAM = "recut_run"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class RecutOptions(ImportOptions, ConfigOptions, OutputOptions):
+    """What `recut_run` was told."""
+
+    checkpoints: list[Path]
+    out: Path
+    step: int | None
+
+
+def parse(argv: Sequence[str]) -> RecutOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM,
         "Begin a new run from a checkpoint of another: with another number of stages, batch, "
@@ -53,17 +55,17 @@ def parse(argv: Sequence[str]) -> Namespace:
     )
     add_import_option(parser)
     add_config_options(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, RecutOptions)
 
 
-def new_config(old: RunConfig, options: Namespace) -> RunConfig:
+def new_config(old: RunConfig, options: RecutOptions) -> RunConfig:
     """The old run's configuration with what the command line changes.
 
     Raises:
         ConfigError: nothing is changed, or a value is of no use.
     """
-    overrides = config_overrides(options)
+    overrides = options.overrides()
     saved = RunFile(path=options.checkpoints[0], fields=old.model_dump(mode="json"), config_bytes=old.to_bytes())
     new = build_config(saved, overrides)
     if new == old:
@@ -73,7 +75,8 @@ def new_config(old: RunConfig, options: Namespace) -> RunConfig:
     return new
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: RecutOptions, argv: list[str], reports: Reports) -> int:
+    """Write the new run's directory, and print how it goes on."""
     from models.registry import factory_of
     from swarm.stage.saved.checkpoint import StageCheckpoint
     from swarm.stage.saved.fork import fork, step_after
@@ -107,6 +110,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

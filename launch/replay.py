@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.arguments import (
     EXIT_DONE,
     EXIT_FAILED,
     LaunchParser,
-    add_data_options,
-    add_import_option,
-    add_logging_options,
-    add_model_option,
     count,
     device_name,
     existing_path,
     positive_int,
     positive_number,
 )
+from launch.options import (
+    DataOptions,
+    ImportOptions,
+    ModelOptions,
+    OutputOptions,
+    add_data_options,
+    add_import_option,
+    add_model_option,
+    add_output_options,
+)
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
-from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
+from launch.replay_devices import TOLERANCES, StageDevice, kinds_text, places, tolerance_between
 from launch.run.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
 from launch.run.ticket_files import RecordedTicket, recorded
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
@@ -41,7 +48,19 @@ PROGRAM = "replay_ticket"
 Checkpoints = dict[int, "StageCheckpoint"]
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(DataOptions, ModelOptions, ImportOptions, OutputOptions):
+    """What `replay_ticket` was told."""
+
+    checkpoints: list[Path]
+    step: int
+    index: int | None
+    device: str
+    tolerance: float | None
+
+
+def parse(argv: Sequence[str]) -> ReplayOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(
         PROGRAM,
         "Compute one ticket (micro-batch) of a run again, here in one process, and say from which "
@@ -87,11 +106,12 @@ def parse(argv: Sequence[str]) -> Namespace:
     add_data_options(parser.add_argument_group("data"))
     add_model_option(parser)
     add_import_option(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, ReplayOptions)
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: ReplayOptions, argv: list[str], reports: Reports) -> int:
+    """Compute the ticket again, and print where it differs."""
     from launch.processes.devices import before_importing_torch
 
     before_importing_torch()
@@ -133,7 +153,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     return EXIT_FAILED
 
 
-def _config_bytes(options: Namespace) -> bytes:
+def _config_bytes(options: ReplayOptions) -> bytes:
     """Of the run, verbatim: any checkpoint has them."""
     from swarm.stage.saved.checkpoint import scan
     from swarm.stage.saved.whole_checkpoint import require_one_run
@@ -145,7 +165,7 @@ def _config_bytes(options: Namespace) -> bytes:
     return found[0].config_bytes
 
 
-def _places(options: Namespace, ticket: RecordedTicket) -> list[Place]:
+def _places(options: ReplayOptions, ticket: RecordedTicket) -> list[StageDevice]:
     """Where each stage is computed here."""
     from launch.processes.devices import resolve_device
 
@@ -155,12 +175,12 @@ def _places(options: Namespace, ticket: RecordedTicket) -> list[Place]:
 
 
 def _replayed(
-    options: Namespace,
+    options: ReplayOptions,
     config: RunConfig,
     config_bytes: bytes,
     checkpoints: Checkpoints,
     ticket: RecordedTicket,
-    where: Sequence[Place],
+    where: Sequence[StageDevice],
 ) -> Replayed:
     import torch
 
@@ -179,7 +199,7 @@ def _replayed(
 
 
 def _stages(
-    options: Namespace, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, where: Sequence[Place]
+    options: ReplayOptions, config: RunConfig, config_bytes: bytes, checkpoints: Checkpoints, where: Sequence[StageDevice]
 ) -> Callable[[int], tuple[StageCompute, Version]]:
     """What makes a stage with the parameters that the ticket used."""
     from models.registry import factory_of
@@ -207,7 +227,7 @@ def _stages(
     return make
 
 
-def _checkpoints(options: Namespace, config: RunConfig) -> Checkpoints:
+def _checkpoints(options: ReplayOptions, config: RunConfig) -> Checkpoints:
     """Of the parameters that the tickets of `--step` used; empty if they are the initial ones.
 
     Raises:
@@ -284,6 +304,7 @@ def _number(value: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

@@ -18,14 +18,14 @@ _UNTOLD = "a kind that is not told"
 
 
 @dataclass(frozen=True)
-class Place:
+class StageDevice:
     """Where one stage is computed."""
 
     device: str
     kind: str
 
 
-def places(recorded: Sequence[str | None], devices: Mapping[str, str], *, wanted: str | None) -> list[Place]:
+def places(recorded: Sequence[str | None], devices: Mapping[str, str], *, wanted: str | None) -> list[StageDevice]:
     """By stage: the kind of device that computed it in the swarm, if this machine has one, else the first of `devices`.
 
     Args:
@@ -34,11 +34,11 @@ def places(recorded: Sequence[str | None], devices: Mapping[str, str], *, wanted
         wanted: the device that the operator chose for all stages.
     """
 
-    def place(kind: str | None) -> Place:
+    def place(kind: str | None) -> StageDevice:
         type_ = (kind or "").removesuffix(_TF32)
         device = wanted or devices.get(type_) or next(iter(devices.values()))
         here = device.partition(":")[0]
-        return Place(device, kind if kind is not None and here == type_ else here)
+        return StageDevice(device, kind if kind is not None and here == type_ else here)
 
     return [place(kind) for kind in recorded]
 

@@ -6,22 +6,14 @@ import logging
 import os
 import sys
 import tempfile
-from argparse import SUPPRESS, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments import (
-    LaunchParser,
-    add_logging_options,
-    add_model_option,
-    add_network_options,
-    add_run_options,
-    auto_or_count,
-    device_name,
-    size_bytes,
-    thread_count,
-)
+from launch.arguments import LaunchParser, auto_or_count, device_name, memory_size, thread_count
+from launch.options import PeerOptions, add_model_option, add_network_options, add_output_options, add_run_options
 from launch.processes.lifeline import die_with_parent
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, PipeReports, Reports
@@ -44,7 +36,26 @@ AGAIN_OPTION = "--again"
 logger = logging.getLogger(__name__)
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class StageOptions(PeerOptions):
+    """What `launch_stage` was told."""
+
+    #: None: where this peer makes the swarm fastest.
+    stage: int | None
+    device: str
+    threads: int | None
+    memory_limit: int | None
+    offload_optimizer: bool
+    compile: bool
+    #: Dotted paths of what may be imported if the joined run names it.
+    allow_import: list[str]
+    no_restart: bool
+    #: Of a worker: the pipe to its supervisor, and that one's pid.
+    worker_of: list[int] | None
+
+
+def parse(argv: Sequence[str]) -> StageOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(PROGRAM, "Serve one stage of a run: compute its micro-batches, average with its other peers.")
     add_run_options(parser)
     group = parser.add_argument_group("stage")
@@ -69,7 +80,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     group.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        type=size_bytes,
+        type=memory_size,
         default=None,
         help="for everything that training takes on the device, such as 4GiB; a stage that does not fit "
         "is refused before it is allocated (default: 80 %% of what is free)",
@@ -98,8 +109,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     )
     group.add_argument(WORKER_OPTION, metavar=("FD", "PID"), type=int, nargs=2, default=None, help=SUPPRESS)
     group.add_argument(AGAIN_OPTION, metavar="RUN", default=None, help=SUPPRESS)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, StageOptions)
 
 
 def _stage(text: str) -> int | None:
@@ -109,7 +120,7 @@ def _stage(text: str) -> int | None:
         raise ArgumentTypeError(f"{text!r} is neither auto nor the number of a stage") from None
 
 
-def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
+def supervise(options: StageOptions, argv: list[str], reports: Reports) -> int:
     """By hand it is two processes: one that works, and one that starts it again when it crashes."""
     if options.no_restart:
         return serve(options, argv, reports)
@@ -129,14 +140,14 @@ def supervise(options: Namespace, argv: list[str], reports: Reports) -> int:
     return serve(options, words, PipeReports(PROGRAM, report_fd))
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
-    from launch.processes.devices import available_memory
+def serve(options: StageOptions, argv: list[str], reports: Reports) -> int:
+    """Serve a stage in this process until a signal comes. Returns the exit code."""
     from launch.run.composing import announce, compose, retitle
 
     announcer = Announcer(PROGRAM, options.log_format, quiet=options.quiet)
 
     async def build() -> tuple[StagePeer, Callable[[], None]]:
-        context, run = await compose(options, max_inflight_bytes=options.memory_limit or available_memory() // 4)
+        context, run = await compose(options, max_inflight_bytes=request_bytes(options.memory_limit, options.device))
         build, device, flops_per_s = _prepare(context, options, run.paths.overridden_by(options).model, reports)
         stage = await _choose(options, context, device, flops_per_s)
         peer = build(stage)
@@ -160,6 +171,20 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
     return run_peer(build, serves_until_stopped=True)
 
 
+def request_bytes(memory_limit: int | None, device: str) -> int:
+    """Bytes of requests that are held at once, in main memory. `memory_limit` counts on the CPU alone: a GPU's is another memory.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    from launch.processes.devices import available_memory, before_importing_torch, resolve_device
+
+    if memory_limit is not None and device == "auto":
+        before_importing_torch()
+        device = resolve_device(device)
+    return memory_limit if memory_limit is not None and device == "cpu" else available_memory() // 4
+
+
 def _with_stage(argv: Sequence[str], stage: int) -> list[str]:
     """The command line as it would be for the stage that is served now."""
     words = list(argv)
@@ -169,17 +194,17 @@ def _with_stage(argv: Sequence[str], stage: int) -> list[str]:
     return [*words, "--stage", str(stage)]
 
 
-async def _choose(options: Namespace, context: PeerContext, device: str, flops_per_s: float) -> int:
+async def _choose(options: StageOptions, context: PeerContext, device: str, flops_per_s: float) -> int:
     """Where its checkpoints are, if it had moved before it was stopped; else as `--stage` says."""
     num_stages, wanted = context.config.num_stages, options.stage
-    moved_to = None if options.state_dir is None else remembered_stage(options.state_dir, context.run, num_stages)
-    if moved_to is not None:
-        logger.info("serving stage %d, to which this peer had moved (%s)", moved_to, options.state_dir / STAGE_FILE)
+    state_dir = options.state_dir
+    if state_dir is not None and (moved_to := remembered_stage(state_dir, context.run, num_stages)) is not None:
+        logger.info("serving stage %d, to which this peer had moved (%s)", moved_to, state_dir / STAGE_FILE)
         return moved_to
     if wanted is None:
-        kept = kept_run(options.state_dir)
+        kept = kept_run(state_dir)
         if kept is not None and kept.run == context.run and 0 <= kept.stage < num_stages:
-            logger.info("serving stage %d, which this peer served before (%s)", kept.stage, options.state_dir)
+            logger.info("serving stage %d, which this peer served before (%s)", kept.stage, state_dir)
             return kept.stage
         from launch.processes.devices import device_memory
         from launch.run.stage_choice import choose_stage
@@ -191,7 +216,7 @@ async def _choose(options: Namespace, context: PeerContext, device: str, flops_p
 
 
 def _prepare(
-    context: PeerContext, options: Namespace, model: str | None, reports: Reports
+    context: PeerContext, options: StageOptions, model: str | None, reports: Reports
 ) -> tuple[Callable[[int], StagePeer], str, float]:
     """Import what computes, seconds long. Returns what puts a peer of a stage together, the device and its pace."""
     from launch.processes.devices import (
@@ -261,7 +286,7 @@ def _prepare(
 
 
 def _in_flight_bytes(
-    factory: StageFactory, stage: int, config: RunConfig, options: Namespace, limit_bytes: int, limit: str, device: str
+    factory: StageFactory, stage: int, config: RunConfig, options: StageOptions, limit_bytes: int, limit: str, device: str
 ) -> int:
     """What the stage itself leaves of `limit_bytes`; everything, where its size is not known before it is built.
 

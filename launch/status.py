@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launch.arguments import EXIT_DONE, LaunchParser, add_logging_options, peer_address, positive_seconds
+from launch.arguments import EXIT_DONE, LaunchParser, peer_address, positive_seconds
+from launch.options import OutputOptions, add_output_options
 from launch.processes.logs import console
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
@@ -24,14 +25,23 @@ if TYPE_CHECKING:
 PROGRAM = "swarm_status"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions(OutputOptions):
+    """What `swarm_status` was told."""
+
+    address: Address
+    timeout: float
+
+
+def parse(argv: Sequence[str]) -> StatusOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(PROGRAM, "Show the run that a peer belongs to: its stages, their peers, and what each does.")
     parser.add_argument("address", metavar="HOST:PORT", type=peer_address, help="any peer of the run")
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=positive_seconds, default=5.0, help="wait this long for each peer, in seconds"
     )
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, StatusOptions)
 
 
 async def answer_of(transport: Transport, address: Address, message: Message, *, timeout_s: float) -> Message:
@@ -40,16 +50,17 @@ async def answer_of(transport: Transport, address: Address, message: Message, *,
     Raises:
         SwarmError: nothing in time; the text names the address.
     """
-    from swarm.wire.framing import Frame
+    from swarm.net.visitor import answer_or_error
 
-    try:
-        async with asyncio.timeout(timeout_s):
-            return (await transport.call(address, Frame(message), stall_s=timeout_s)).message
-    except TimeoutError:
-        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)") from None
-    except Unreachable as error:
+    answer = await answer_or_error(transport, address, message, timeout_s=timeout_s)
+    if isinstance(answer, TimeoutError):
+        raise SwarmError(f"nobody answers at {address} (waited {timeout_s:g} s)")
+    if isinstance(answer, Unreachable):
         hint = "name a peer of the run that is up; launchers print where theirs serve"
-        raise SwarmError(f"nobody can be reached at {address} ({error}): {hint}") from None
+        raise SwarmError(f"nobody can be reached at {address} ({answer}): {hint}")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 async def ask(transport: Transport, address: Address, *, timeout_s: float) -> StatusReply:
@@ -72,22 +83,19 @@ async def ask_all(address: Address, *, timeout_s: float) -> tuple[StatusReply, d
     Raises:
         SwarmError: the first peer does not answer.
     """
-    from swarm.net.transports import new_transport
+    from swarm.net.visitor import visiting
 
-    transport = new_transport(connect_s=timeout_s)
+    async with visiting(connect_s=timeout_s) as transport:
 
-    async def one(other: Address) -> StatusReply | str:
-        try:
-            return await ask(transport, other, timeout_s=timeout_s)
-        except SwarmError as error:
-            return str(error)
+        async def one(other: Address) -> StatusReply | str:
+            try:
+                return await ask(transport, other, timeout_s=timeout_s)
+            except SwarmError as error:
+                return str(error)
 
-    try:
         first = await ask(transport, address, timeout_s=timeout_s)
         others = list(dict.fromkeys(Address(m.host, m.port) for members in first.stages for m in members))
         return first, dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
-    finally:
-        await transport.close()
 
 
 def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Table:
@@ -124,7 +132,8 @@ def _known(step: int) -> str:
     return "-" if step < 0 else str(step)
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: StatusOptions, argv: list[str], reports: Reports) -> int:
+    """Print what the peers know."""
     first, others = asyncio.run(ask_all(options.address, timeout_s=options.timeout))
     if options.log_format == "json":
         replies = [first, *(reply for reply in others.values() if not isinstance(reply, str))]
@@ -142,6 +151,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

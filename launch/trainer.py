@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.arguments import (
-    LaunchParser,
+from launch.arguments import LaunchParser, auto_or_micro_batches, local_path, positive_int
+from launch.options import (
+    DataOptions,
+    PeerOptions,
     add_data_options,
-    add_logging_options,
     add_model_option,
     add_network_options,
+    add_output_options,
     add_run_options,
-    auto_or_micro_batches,
-    local_path,
-    positive_int,
 )
 from launch.processes.devices import available_memory
 from launch.processes.logs import Announcer
@@ -34,7 +34,19 @@ if TYPE_CHECKING:
 PROGRAM = "launch_trainer"
 
 
-def parse(argv: Sequence[str]) -> Namespace:
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(PeerOptions, DataOptions):
+    """What `launch_trainer` was told."""
+
+    steps: int | None
+    #: None: adapts to what the swarm takes.
+    in_flight: int | None
+    metrics: Path | None
+    router: str
+
+
+def parse(argv: Sequence[str]) -> TrainerOptions:
+    """Read the command line, or end with one line about what is wrong with it."""
     parser = LaunchParser(PROGRAM, "Feed a run: send micro-batches through its stages until its last step is done.")
     add_run_options(parser)
     group = parser.add_argument_group("training")
@@ -64,11 +76,12 @@ def parse(argv: Sequence[str]) -> Namespace:
         "--metrics", metavar="FILE", type=local_path, default=None, help="append one JSON line per committed step to this file"
     )
     add_network_options(parser)
-    add_logging_options(parser)
-    return parser.parse(argv)
+    add_output_options(parser)
+    return parser.parse(argv, TrainerOptions)
 
 
-def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
+def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
+    """Feed the run until its last step has committed. Returns the exit code."""
     from launch.run.composing import announce, compose
     from swarm.feed.feed import open_feed
     from swarm.peer.trainer.trainer import Trainer
@@ -123,6 +136,7 @@ def serve(options: Namespace, argv: list[str], reports: Reports) -> int:
 
 
 def main(argv: Sequence[str] | None = None, reports: Reports = NO_REPORTS) -> int:
+    """Read the command line, work, and return the exit code."""
     return main_of(PROGRAM, parse, serve, argv, reports)
 
 

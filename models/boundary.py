@@ -44,7 +44,7 @@ class Crossing:
         self.leaving: Tensors = {}
 
     def placeholder(self) -> torch.Tensor:
-        """[B, T, D]: stands for the embedding, which later stages lack. Nothing that is computed from it is used."""
+        """Of shape [B, T, D]: stands for the embedding, which later stages lack. Nothing that is computed from it is used."""
         hidden = self.entering[HIDDEN].detach()
         return hidden if self._streams is None else hidden.select(self._streams, 0)
 
@@ -56,6 +56,7 @@ class Absent(torch.nn.Module):
     """Stands for another stage's embedding or norm: hidden states go through, ids and positions become a placeholder."""
 
     def forward(self, first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return hidden states as they came, and a placeholder for everything else."""
         return first if first.is_floating_point() and first.ndim > 2 else crossing.get().placeholder()
 
 
@@ -70,6 +71,7 @@ class PassThrough(torch.nn.Module):
                 setattr(self, name, value)
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **kwargs: Any) -> Any:
+        """Return the hidden states as they came."""
         returns = self._anatomy.returns
         return hidden_states if returns is None else (hidden_states, *(None for _ in returns))
 
@@ -78,6 +80,7 @@ class BoundaryEntry(PassThrough):
     """Stands right before the stage's first layer and brings in what the stage before sent."""
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **kwargs: Any) -> Any:
+        """Return what the stage before sent, whatever came from the layer before."""
         entering = crossing.get().entering
         if self._anatomy.shared is not None:
             shared = kwargs[self._anatomy.shared]
@@ -108,7 +111,7 @@ def leave_after(layer: torch.nn.Module, anatomy: Anatomy) -> None:
 
 
 def carry_per_layer_inputs(base: Any, span: range, num_layers: int) -> None:
-    """gemma's embeddings per layer are made at the first stage; later ones get those of their layers, and the rest's."""
+    """The embeddings per layer of gemma are made at the first stage; later ones get those of their layers, and the rest's."""
     if not hasattr(base, "project_per_layer_inputs"):
         return
     own = base.project_per_layer_inputs

@@ -37,12 +37,15 @@ class Compression:
 
     @property
     def width(self) -> int:
+        """Elements of a compressed hidden state."""
         return self.hidden_size // self.factor
 
     def down(self) -> torch.nn.Module:
+        """A new module that narrows hidden states."""
         return _Down(self)
 
     def up(self) -> torch.nn.Module:
+        """A new module that widens them again."""
         return _Up(self)
 
 

@@ -51,6 +51,7 @@ class ModelCost:
     last: Cost
 
     def of(self, span: range) -> Cost:
+        """What the layers of `span` cost, with the embedding or the head where the span has it."""
         total = sum((self.layers[number] for number in span), Cost())
         total = total + self.first if span.start == 0 else total
         return total + self.last if span.stop == len(self.layers) else total

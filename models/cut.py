@@ -32,7 +32,7 @@ from models.boundary import (
 )
 from models.compressors import Compression
 from models.loss import IGNORED_LABEL, LossHead, balancing_of, precise
-from models.masks import samples_of
+from models.masks import change_masks, samples_of
 from swarm.base.errors import ConfigError
 from swarm.stage.module import Tensors
 
@@ -60,6 +60,7 @@ class CausalLMStage(torch.nn.Module):
 
     def __init__(self, lm: PreTrainedModel, span: range | None = None, *, compression: Compression | None = None) -> None:
         super().__init__()
+        change_masks()
         anatomy = anatomy_of(lm)
         base = lm.get_submodule(anatomy.base)
         layers: Any = getattr(base, anatomy.layers)
@@ -145,6 +146,7 @@ class CausalLMStage(torch.nn.Module):
         return largest
 
     def forward(self, inputs: Tensors, labels: Tensors | None = None) -> Tensors:
+        """Compute the stage: what the next one gets, or the sum of losses and the number of tokens."""
         current = self._crossing(inputs)
         hidden_BTD, router_logits = self._run(current)
         sums: Tensors = {}

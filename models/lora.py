@@ -84,6 +84,7 @@ class LoraFactory:
     # ------------------------------------------------------------------------------------------------ stages
 
     def outline(self, stage: int) -> torch.nn.Module:
+        """The stage with its adapters, without memory."""
         module = self.base.outline(stage)
         targets = [name for name in _linear_layers(module) if name.rpartition(".")[2] in self._targets]
         for parameter in module.parameters():
@@ -99,6 +100,7 @@ class LoraFactory:
         return module
 
     def load(self, stage: int, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into`, the tensors of a stage by name: adapters begin anew, the rest comes from the model's files."""
         base: dict[str, torch.Tensor] = {}
         weights: dict[str, Callable[[torch.Tensor], None]] = {}
         for name, target in into.items():

@@ -50,7 +50,7 @@ class LossHead:
         self._options = {"output_router_logits": False} if "output_router_logits" in takes else {}
 
     def logits(self, hidden_ND: torch.Tensor, parameters: Tensors | None = None) -> torch.Tensor:
-        """[N, V].
+        """Logits [N, V].
 
         Args:
             hidden_ND: what the final norm returned.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,7 +91,13 @@ def _is_tracing_values(tensor: torch.Tensor | None = None) -> bool:
     return (tensor is not None or torch.compiler.is_compiling()) and _is_tracing(tensor)
 
 
-masking_utils.find_packed_sequence_indices = _find_packed_elsewhere
-masking_utils.is_tracing = _is_tracing_values
-for _name in IMPLEMENTATIONS:
-    masking_utils.AttentionMaskInterface.register(_name, _keeping_apart(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[_name]))
+@cache
+def change_masks() -> None:
+    """Have transformers make its masks as this module says, from now on and in the whole process. Only the first call counts.
+
+    Outside of `samples_of` they stay as they are, except that one without positions is not made while a graph is recorded.
+    """
+    masking_utils.find_packed_sequence_indices = _find_packed_elsewhere
+    masking_utils.is_tracing = _is_tracing_values
+    for name in IMPLEMENTATIONS:
+        masking_utils.AttentionMaskInterface.register(name, _keeping_apart(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name]))

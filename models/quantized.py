@@ -76,6 +76,7 @@ class QuantizedLinear(torch.nn.Linear):
         return functional.dequantize_4bit(self.codes.view(-1, 1), state).view(shape).to(dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As a linear layer with the decoded weight."""
         output = _Matmul.apply(input, self)
         return output if self.bias is None else output + self.bias
 

@@ -32,9 +32,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         with ExitStack() as processes:
-            swarm = processes.enter_context(
-                LaunchedSwarm(root, preset="tiny", stages=3, peers_per_stage=2, steps=options.steps, plain=True)
-            )
+            swarm = processes.enter_context(LaunchedSwarm(root, stages=3, peers_per_stage=2, steps=options.steps, plain=True))
             address = swarm.says(r"launch_stage --join (\S+)", START_S)[1]
             for stage, step in enumerate(options.kills):
                 swarm.steps(step, STALLED_S)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.network.dht_growth import measure_hops, measure_sampling
+from benchmarks.network.dht_growth import measure_hops
 from benchmarks.network.dht_loopback import measure_loopback
 from benchmarks.network.dht_loss import measure_loss_datagrams, measure_loss_sockets, measure_loss_twin
 from benchmarks.report import RESULTS, machine
@@ -106,23 +106,10 @@ def table(results: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
             deaths["dead_last_returned_s"] <= deaths["ttl_s"] + 2,
         ),
     ]
-    sampling = results["sampling"]
-    rows.append(
-        (
-            f"3 {sampling['samples']} samples of {sampling['size']} of {sampling['peers']} peers",
-            f"{sampling['least_over_expected']:.2f} to {sampling['most_over_expected']:.2f} of even, longest datagram "
-            f"{sampling['longest_datagram']} bytes",
-            "0.5 to 2, < 1,400 bytes",
-            sampling["least_over_expected"] >= 0.5
-            and sampling["most_over_expected"] <= 2
-            and sampling["longest_datagram"] < 1400
-            and not sampling["short_samples"],
-        )
-    )
     for name, one in results["loss"].items():
         rows.append(
             (
-                f"6 20 % loss each way, 10 % twice, reordered: {name}",
+                f"3 20 % loss each way, 10 % twice, reordered: {name}",
                 f"{one['success']:.2%} of {one['lookups']} whole, p50 {one['lookup_p50_ms']:.0f} ms, "
                 f"p99 {one['lookup_p99_ms']:.0f} ms",
                 ">= 99.9 %",
@@ -176,7 +163,6 @@ def main() -> int:
         str(n): measure(f"hivemind, {n} nodes", lambda n=n: measure_hivemind(options.hivemind_python, n)) for n in (16, 32)
     }
     results["hops"] = [measure(f"hops, {n} nodes", lambda n=n: measure_hops(n)) for n in (16, 64, 256, 1000)]
-    results["sampling"] = measure("samples", measure_sampling)
     results["loss"] = {
         "real code, virtual time": measure("loss, virtual time", measure_loss_datagrams),
         "in-memory twin": measure("loss, twin", measure_loss_twin),

@@ -1,4 +1,4 @@
-"""The DHT's node code in virtual time: questions that a lookup takes as nodes grow to 1,000, and samples of a big stage."""
+"""The DHT's node code in virtual time: questions that a lookup takes as nodes grow to 1,000."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 import statistics
 from typing import Any
 
-from benchmarks.network.dht_nodes import close, key_of, on_datagrams, signed, spawn
-from swarm.net.identity import Identity
+from benchmarks.network.dht_nodes import close, on_datagrams, signed, spawn
 from swarm.net.kademlia.server import ServerTiming
 from swarm.testing.memory_datagrams import DatagramLoop
 
@@ -41,42 +40,6 @@ def measure_hops(num_nodes: int, num_lookups: int = 150) -> dict[str, Any]:
             "questions_mean": statistics.mean(questions),
             "lookup_p50_virtual_ms": statistics.median(milliseconds),
             "contacts_mean": statistics.mean(contacts),
-        }
-
-    return on_datagrams(main)
-
-
-def measure_sampling(num_peers: int = 500, num_samples: int = 2000, size: int = 20) -> dict[str, Any]:
-    """How evenly samples of a big stage show its peers, and how long the datagrams are."""
-
-    async def main(loop: DatagramLoop) -> dict[str, Any]:
-        spawned = await spawn(loop, 24, timing=ServerTiming(refresh_s=3600.0))
-        rng = random.Random(2)
-        key = key_of(0)
-        for _ in range(num_peers):
-            identity = Identity.ephemeral(rng)
-            await rng.choice(spawned)[1].publish(key, signed(identity, key, 3600.0))
-        seen: dict[str, int] = {}
-        sizes_before = {address: len(one.sent_sizes) for address, one in loop.endpoints.items()}
-        short = 0
-        for _ in range(num_samples):
-            sample = await rng.choice(spawned)[1].lookup(key, sample=size)
-            short += len({record.peer for record in sample}) != size
-            for record in sample:
-                seen[record.peer] = seen.get(record.peer, 0) + 1
-        sizes = [n for address, one in loop.endpoints.items() for n in one.sent_sizes[sizes_before[address] :]]
-        await close(spawned)
-        expected = num_samples * size / num_peers
-        return {
-            "peers": num_peers,
-            "samples": num_samples,
-            "size": size,
-            "short_samples": short,
-            "peers_seen": len(seen),
-            "least_over_expected": min(seen.values()) / expected,
-            "most_over_expected": max(seen.values()) / expected,
-            "longest_datagram": max(sizes),
-            "datagrams_per_sample": len(sizes) / num_samples,
         }
 
     return on_datagrams(main)

@@ -19,13 +19,23 @@ import tempfile
 import time
 from collections.abc import Container
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s
 from benchmarks.report import machine, publish
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE, WIDTH
-from launch.arguments import LaunchParser, add_data_options, add_logging_options, add_network_options, add_run_options
+from launch.arguments import LaunchParser
+from launch.options import (
+    DataOptions,
+    PeerOptions,
+    add_data_options,
+    add_model_option,
+    add_network_options,
+    add_output_options,
+    add_run_options,
+)
 from launch.processes.runner import main_of, run_peer
 from launch.run.composing import compose
 from launch.status import ask
@@ -70,20 +80,28 @@ SCHEDULERS = {"swarm": StageRouter, "uniform random": UniformRouter, "successes 
 # ---------------------------------------------------------------------------------------------------- a trainer
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(PeerOptions, DataOptions):
+    """What this trainer was told."""
+
+    in_flight: int | None
+
+
 def train(argv: list[str]) -> int:
     """What `launch_trainer` does, with the scheduler that the first word names."""
     scheduler = SCHEDULERS[argv.pop(0)]
 
-    def parse(words: Any) -> argparse.Namespace:
+    def parse(words: Any) -> TrainOptions:
         parser = LaunchParser("routing_trainer", "A trainer with another scheduler.")
         add_run_options(parser)
         add_data_options(parser)
+        add_model_option(parser)
         parser.add_argument("--in-flight", type=int)
         add_network_options(parser)
-        add_logging_options(parser)
-        return parser.parse(words)
+        add_output_options(parser)
+        return parser.parse(words, TrainOptions)
 
-    def serve(options: argparse.Namespace, words: list[str], reports: Any) -> int:
+    def serve(options: TrainOptions, words: list[str], reports: Any) -> int:
         async def build() -> Any:
             context, run = await compose(options, max_inflight_bytes=2**30)
             paths = run.paths.overridden_by(options)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launch.local_swarm.plan import RUN_FILE
@@ -27,6 +27,14 @@ class Kept:
         #: Why the last checkpoint that a disk refused was not written.
         self.refused = ""
         self._damaged: set[str] = set()
+
+    def check(self, name: str, steps: Sequence[int]) -> None:
+        """Note the steps of the checkpoints that process `name` has read to their end."""
+        self.intact[name] = frozenset(steps)
+
+    def refuse(self, why: str) -> None:
+        """Note why a disk refused the last checkpoint."""
+        self.refused = why
 
     def is_news(self, damage: str) -> bool:
         """Note what is wrong with a checkpoint; True for the first time."""
@@ -108,7 +116,7 @@ def bytes_under_way(peer_dir: Path, pid: int) -> int:
 
 
 def require_own(state_dir: Path, run: RunId) -> None:
-    """A directory whose run file is gone goes on with the run whose checkpoints it holds, and no other.
+    """A directory whose run file is gone, or was changed, goes on with the run whose checkpoints it holds, and no other.
 
     Raises:
         ConfigError: it holds a checkpoint of another run.
@@ -116,6 +124,11 @@ def require_own(state_dir: Path, run: RunId) -> None:
     for _, _, description in descriptions_of_peers(state_dir):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             found = str(json.loads(description.read_text())["record"]["run"])
+            if found != run and (state_dir / RUN_FILE).exists():
+                raise ConfigError(
+                    f"{state_dir / RUN_FILE} was changed: the checkpoints there are of run {found[:12]}, and this is run "
+                    f"{run[:12]}: put the file back as it was; recut_run begins a new run from them with other options"
+                )
             if found != run:
                 raise ConfigError(
                     f"{state_dir} holds checkpoints of run {found[:12]} and no {RUN_FILE}, and this is run {run[:12]}: give the "

@@ -50,10 +50,12 @@ class SwarmPlan:
 
     @property
     def log_dir(self) -> Path:
+        """Where every process writes its log."""
         return self.state_dir / "logs"
 
     @property
     def run_file(self) -> Path:
+        """Where the run's configuration is kept."""
         return self.state_dir / RUN_FILE
 
 
@@ -67,6 +69,7 @@ class Command:
     stage: int | None = None
 
     def argv(self, plan: SwarmPlan) -> list[str]:
+        """All words of the process's command line, without the program's name."""
         return [
             *self.words,
             "--host",
@@ -81,6 +84,7 @@ class Command:
 
 
 def backbone_command(plan: SwarmPlan) -> Command:
+    """The process that all others join."""
     return Command("backbone", "launch_backbone", ["--run", str(plan.run_file), "--port", str(plan.port)])
 
 

@@ -64,11 +64,8 @@ class LocalSwarm:
         self._children: dict[str, Child] = {}
         self._ended: asyncio.Queue[Child | SwarmError] = asyncio.Queue()
         self._kept = Kept()
-        self._step: dict[str, Any] | None = None
         #: Committed in an earlier life of the run.
         self._num_steps_before = 0
-        self._evaluation: tuple[int, float] | None = None
-        self._best: tuple[int, float] | None = None  # the evaluation with the lowest loss
         self._backbone = Address("", 0)  # known once it serves
         #: Of this process, once the trainer that wrote it has died.
         self._metrics: MetricsFile | None = None
@@ -126,8 +123,7 @@ class LocalSwarm:
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
-        else:
-            require_own(plan.state_dir, run_id_of(config_bytes))
+        require_own(plan.state_dir, run_id_of(config_bytes))
         plan.run_file.write_bytes(config_bytes)
         tokenizer = plan.paths.with_tokenizer().tokenizer
         if tokenizer is not None:
@@ -150,7 +146,7 @@ class LocalSwarm:
         entry = f"{program.replace('launch_', 'launch.')}:main"
         child = await server.spawn(name, entry, argv, title=f"{program} {shlex.join(argv)}")
         self._children[name] = child
-        self._picture.rows[name].pid = child.pid
+        self._picture.rows[name].start(child.pid)
         child.ended.add_done_callback(lambda _: self._ended.put_nowait(child))
 
     async def _first_of_serving(self, name: str) -> Address:
@@ -172,7 +168,7 @@ class LocalSwarm:
                 raise child
             code = child.ended.result()
             row = self._picture.rows[child.name]
-            row.state, row.in_flight = f"ended ({_how(code)})", None
+            row.end(_how(code))
             if child.name in running and code == 0:
                 running.discard(child.name)
             elif child.name in running and code != EXIT_USAGE and self._serving[child.name].done() and len(running) > 1:
@@ -188,8 +184,8 @@ class LocalSwarm:
         self._view.event(f"{self._end_of(child)}; the run goes on with {', '.join(left)}")
         if child.name == METRICS_TRAINER and self._plan.metrics is not None:
             self._metrics = MetricsFile(self._plan.metrics)
-            if self._step is not None:
-                self._metrics.append(self._step)
+            if self._picture.step is not None:
+                self._metrics.append(self._picture.step)
 
     def _end_of(self, child: Child) -> str:
         text = f"{child.name} (pid {child.pid}) ended: {_how(child.ended.result())}"
@@ -209,17 +205,16 @@ class LocalSwarm:
         event = report.pop("event")
         row = self._picture.rows[name]
         if event == "serving":
-            row.state = "serving"
             address = Address(report["host"], report["port"])
-            row.address = str(address)
+            row.serve(str(address))
             self._serving[name].set_result(address)
         elif event == "moved":
             self._view.event(f"{name} moves from stage {row.stage} to stage {report['stage']}")
-            row.stage = report["stage"]
+            row.move(report["stage"])
         elif event == "failed":
             self._messages[name] = report["message"]
         elif event == "refused":
-            self._kept.refused = report["message"]
+            self._kept.refuse(report["message"])
             self._view.event(f"{name}: {report['message']}; training goes on")
         elif event == "damaged":
             if self._kept.is_news(report["message"]):
@@ -227,24 +222,22 @@ class LocalSwarm:
         elif event == "remark" and name == "stage-0-0":  # all say the same of the model
             self._view.event(report["message"])
         elif event == "checked":
-            self._kept.intact[name] = frozenset(report["steps"])
+            self._kept.check(name, report["steps"])
             self._look_at_what_is_kept()
-        elif event == "step" and (self._step is None or report["step"] > self._step["step"]):
-            self._step = self._picture.step = report
+        elif event == "step" and self._picture.advance(report):
             if self._metrics is not None:
                 self._metrics.append(report)
             self._view.step(report)
-        elif event == "goes_on" and (self._step is None or report["step"] > self._step["step"]):
-            if self._step is None:  # else a trainer was started again, and steps had committed meanwhile
+        elif event == "goes_on":
+            begins = self._picture.step is None
+            if not self._picture.advance(report):
+                return
+            if begins:  # else a trainer was started again, and steps had committed meanwhile
                 self._num_steps_before = report["step"]
-            self._step = self._picture.step = report
             self._view.event(goes_on_text(report, self._config.total_steps), goes_on_after=report["step"])
         elif event == "waiting" and name == "trainer-0":
             self._view.event(f"waiting for {report['reason']}", **report)
-        elif event == "evaluation" and (self._evaluation is None or report["step"] > self._evaluation[0]):
-            self._evaluation = self._picture.evaluation = (report["step"], report["loss"])
-            if self._best is None or report["loss"] < self._best[1]:
-                self._best = self._evaluation
+        elif event == "evaluation" and self._picture.evaluate(report["step"], report["loss"]):
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
 
     async def _take_over(self) -> None:
@@ -263,7 +256,7 @@ class LocalSwarm:
 
     def _look_at_what_is_kept(self) -> None:
         """A run is not begun again over what is left of it, and not unsaid."""
-        state_dir, begins = self._plan.state_dir, self._step is None
+        state_dir, begins = self._plan.state_dir, self._picture.step is None
         held = self._kept.held(self._stages_of_live_processes())
         if self._kept.is_lost(held, begins=begins):
             self._ended.put_nowait(
@@ -321,7 +314,7 @@ class LocalSwarm:
     @property
     def _leaves_no_trace(self) -> bool:
         """It never came to training, and the directory was made for it."""
-        is_refused = self._is_refused and self._step is None
+        is_refused = self._is_refused and self._picture.step is None
         return self._plan.state_dir_is_new and (is_refused or set(self._children) <= {"backbone"})
 
     async def _clean_up(self, grace_s: float) -> None:
@@ -341,7 +334,8 @@ class LocalSwarm:
 
     def summary(self, *, is_done: bool) -> list[tuple[str, dict[str, Any]]]:
         """Lines for people, each with its values for machines, once `run` has ended."""
-        step, state_dir, total_steps = self._step, self._plan.state_dir, self._config.total_steps
+        state_dir, total_steps = self._plan.state_dir, self._config.total_steps
+        step, evaluation, best = self._picture.step, self._picture.evaluation, self._picture.best
         seconds = time.monotonic() - self._began
         num_steps = step["step"] if step else 0
         new_steps = num_steps - self._num_steps_before
@@ -353,9 +347,9 @@ class LocalSwarm:
         if step is not None:
             text += f", final loss {loss_text(step)}"
             values["loss"] = step["loss"]
-        if self._evaluation is not None:
-            text += f", eval loss {self._evaluation[1]:.4f}"
-            values["eval_loss"] = self._evaluation[1]
+        if evaluation is not None:
+            text += f", eval loss {evaluation[1]:.4f}"
+            values["eval_loss"] = evaluation[1]
         lines: list[tuple[str, dict[str, Any]]] = [(text, values)]
         newest = newest_checkpoint(state_dir, self._config.num_stages)
         if newest is not None:
@@ -369,9 +363,9 @@ class LocalSwarm:
             lines.append((f"export it with: {export}", {"command": export}))
             if not is_over:
                 lines.append((f"go on from it with: {self._again}", {"go_on": self._again}))
-            if self._best is not None and self._evaluation is not None and self._best[0] != self._evaluation[0]:
-                text = f"the best evaluation was {self._best[1]:.4f} at step {self._best[0]}: add --best to export that"
-                lines.append((text, {"best_step": self._best[0], "best_eval_loss": self._best[1]}))
+            if best is not None and best != evaluation:
+                text = f"the best evaluation was {best[1]:.4f} at step {best[0]}: add --best to export that"
+                lines.append((text, {"best_step": best[0], "best_eval_loss": best[1]}))
         return lines
 
     def require_checkpoint(self) -> None:
@@ -381,7 +375,7 @@ class LocalSwarm:
             SwarmError: what it trained is not on disk; says what the disk said last.
         """
         newest = newest_checkpoint(self._plan.state_dir, self._config.num_stages)
-        fault = self._kept.fault(self._step["step"] if self._step else 0, newest)
+        fault = self._kept.fault(self._picture.step["step"] if self._picture.step else 0, newest)
         if fault:
             raise SwarmError(f"{fault}; see {self._plan.log_dir}")
 

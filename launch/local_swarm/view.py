@@ -33,16 +33,59 @@ class Row:
     step: int | None = None
     in_flight: int | None = None
 
+    def start(self, pid: int) -> None:
+        """Show the pid of the process, which begins now."""
+        self.pid = pid
+
+    def serve(self, address: str) -> None:
+        """Show that it serves, and where."""
+        self.state, self.address = "serving", address
+
+    def move(self, stage: int) -> None:
+        """Show another stage."""
+        self.stage = stage
+
+    def end(self, how: str) -> None:
+        """Show how it ended; micro-batches are under way there no longer."""
+        self.state, self.in_flight = f"ended ({how})", None
+
+    def look(self, state: str) -> None:
+        """Show the state that it was found in."""
+        self.state = state
+
+    def work(self, step: int | None, in_flight: int | None) -> None:
+        """Show the step that it is at, and how many micro-batches are under way there."""
+        self.step, self.in_flight = step, in_flight
+
 
 @dataclass
 class Picture:
-    """Everything on show. `launch.local` keeps it up to date."""
+    """Everything on show. `LocalSwarm` keeps it up to date."""
 
     title: str
     total_steps: int
     rows: dict[str, Row] = field(default_factory=dict)
+    #: What a trainer reported of the newest step.
     step: dict[str, Any] | None = None
+    #: Step and loss of the newest evaluation, and of the one with the lowest loss.
     evaluation: tuple[int, float] | None = None
+    best: tuple[int, float] | None = None
+
+    def advance(self, report: dict[str, Any]) -> bool:
+        """Take the report of a step, and return True, unless one of this step or a later one is known."""
+        if self.step is not None and report["step"] <= self.step["step"]:
+            return False
+        self.step = report
+        return True
+
+    def evaluate(self, step: int, loss: float) -> bool:
+        """Take an evaluation, and return True, unless one of this step or a later one is known."""
+        if self.evaluation is not None and step <= self.evaluation[0]:
+            return False
+        self.evaluation = (step, loss)
+        if self.best is None or loss < self.best[1]:
+            self.best = self.evaluation
+        return True
 
 
 class PlainView:
@@ -62,9 +105,11 @@ class PlainView:
         return None
 
     def event(self, text: str, **values: Any) -> None:
+        """Print that something happened; as JSON it is joined by `values`."""
         self._announcer.say(text, **values)
 
     def step(self, line: dict[str, Any]) -> None:
+        """Print the line of a step that has committed."""
         self._announcer.line(step_text(line, self._picture.total_steps), **line)
 
     def refresh(self) -> None:
@@ -90,12 +135,15 @@ class LiveView(PlainView):
         self._live.stop()
 
     def event(self, text: str, **values: Any) -> None:
+        """Print above the table that something happened."""
         self._console.print(Text(text))
 
     def step(self, line: dict[str, Any]) -> None:
+        """Redraw the table, which shows the step."""
         self.refresh()
 
     def refresh(self) -> None:
+        """Redraw the table."""
         self._live.update(draw(self._picture), refresh=True)
 
 

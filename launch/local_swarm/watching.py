@@ -27,18 +27,15 @@ async def watch_peers(picture: Picture, children: Mapping[str, Child], serving: 
         children: may grow meanwhile.
         serving: where each serves, once it does.
     """
-    from swarm.net.transports import new_transport
+    from swarm.net.visitor import visiting
 
-    transport = new_transport(connect_s=_ASK_TIMEOUT_S)
-    try:
+    async with visiting(connect_s=_ASK_TIMEOUT_S) as transport:
         while True:
             names = [name for name, child in children.items() if child.alive and serving[name].done()]
             await asyncio.gather(
                 *(_look(transport, serving[name].result(), picture.rows[name], children[name]) for name in names)
             )
             await asyncio.sleep(_ASK_EVERY_S)
-    finally:
-        await transport.close()
 
 
 async def _look(transport: Transport, address: Address, row: Row, child: Child) -> None:
@@ -48,7 +45,7 @@ async def _look(transport: Transport, address: Address, row: Row, child: Child) 
         state = "silent"
     else:
         state = status.state
-        row.step, in_flight = status.step if status.step >= 0 else None, status.detail.get("in_flight")
-        row.in_flight = in_flight if isinstance(in_flight, int) else None
+        in_flight = status.detail.get("in_flight")
+        row.work(status.step if status.step >= 0 else None, in_flight if isinstance(in_flight, int) else None)
     if child.alive:
-        row.state = state
+        row.look(state)

@@ -38,6 +38,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
+        """Whether it has not ended yet."""
         return not self.ended.done()
 
     def signal(self, number: int) -> None:

@@ -36,6 +36,7 @@ class PipeReports(Reports):
         os.set_blocking(write_fd, False)
 
     def send(self, event: str, **values: Any) -> None:
+        """Write the report as one line, unless it is too long or the pipe is full."""
         line = json.dumps({"from": self._name, "event": event, **values}).encode() + b"\n"
         if len(line) <= _MAX_REPORT_BYTES:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):

@@ -15,11 +15,11 @@ import select
 import signal
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from launch.arguments import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, as_typed
+from launch.arguments import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from launch.options import OutputOptions, as_typed
 from launch.processes.logs import configure_logging
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.signals import heeded_signals
@@ -30,22 +30,30 @@ from swarm.base.errors import ConfigError, SwarmError
 CLOSE_TIMEOUT_S = 15.0
 #: Signals that come within so many seconds are one.
 ONE_SIGNAL_S = 1.0
+Options = TypeVar("Options", bound=OutputOptions)
 _log = logging.getLogger(__name__)
 
 
 class RunsUntilStopped(Protocol):
     """What every role of a peer offers to its launcher."""
 
-    async def start(self) -> None: ...
-    async def run(self) -> None: ...
-    async def close(self) -> None: ...
-    def stop(self) -> None: ...
+    async def start(self) -> None:
+        """Begin to serve."""
+
+    async def run(self) -> None:
+        """Return once the work is done, or `stop` was called."""
+
+    async def close(self) -> None:
+        """Stop serving, and give back what is held."""
+
+    def stop(self) -> None:
+        """Have `run` return soon; called on a signal."""
 
 
 def main_of(
     program: str,
-    parse: Callable[[Sequence[str]], Namespace],
-    work: Callable[[Namespace, list[str], Reports], int],
+    parse: Callable[[Sequence[str]], Options],
+    work: Callable[[Options, list[str], Reports], int],
     argv: Sequence[str] | None,
     reports: Reports = NO_REPORTS,
 ) -> int:
@@ -61,8 +69,8 @@ def main_of(
 
 def _answer(
     program: str,
-    parse: Callable[[Sequence[str]], Namespace],
-    work: Callable[[Namespace, list[str], Reports], int],
+    parse: Callable[[Sequence[str]], Options],
+    work: Callable[[Options, list[str], Reports], int],
     words: list[str],
     reports: Reports,
 ) -> int:
@@ -122,6 +130,7 @@ class Stopper:
 
     @contextlib.contextmanager
     def installed(self) -> Any:
+        """Handle the stop signals inside the block."""
         loop = asyncio.get_running_loop()
         heeded = heeded_signals()
         for number in heeded:

@@ -8,13 +8,13 @@ import logging
 import random
 import shlex
 import socket
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from setproctitle import setproctitle
 
+from launch.options import PeerOptions
 from launch.processes.logs import Announcer
 from launch.processes.reports import Reports
 from launch.processes.state_directory import claim_directory
@@ -29,6 +29,7 @@ from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.ports import bind_tcp_and_udp
 from swarm.net.transport import Transport
 from swarm.net.transports import new_transport
+from swarm.net.visitor import visiting
 from swarm.peer.context import PeerContext
 from swarm.peer.joining import Contacts, fetch_run, require_alone
 from swarm.wire.messages import CommitRecord
@@ -53,21 +54,25 @@ class KnownRun:
 
     @property
     def config(self) -> RunConfig:
+        """The configuration, parsed."""
         return parse_config_bytes(self.config_bytes)
 
 
-async def find_run(options: Namespace, transport: Transport, kept: KeptRun | None = None) -> KnownRun:
+async def find_run(options: PeerOptions, transport: Transport, kept: KeptRun | None = None) -> KnownRun:
     """Create the run of `--run`, or fetch that of `--join`; where nobody answers, go on with the one that was `kept`.
 
     Raises:
         ConfigError: the file or its data is unusable; or nobody answers, and nothing is kept.
     """
     if options.join is not None:
-        again = getattr(options, "again", None)
-        kept = None if again is not None and kept is not None and kept.run != again else kept
+        kept = None if options.again is not None and kept is not None and kept.run != options.again else kept
         try:
             info = await fetch_run(
-                transport, options.join, run=again, contacts=_contacts(options.state_dir, kept), deadline_s=options.join_timeout
+                transport,
+                options.join,
+                run=options.again,
+                contacts=_contacts(options.state_dir, kept),
+                deadline_s=options.join_timeout,
             )
         except ConfigError as error:
             if kept is None:
@@ -79,12 +84,12 @@ async def find_run(options: Namespace, transport: Transport, kept: KeptRun | Non
         run = KnownRun(config_bytes=info.config.encode(), bootstrap=bootstrap, seen_host=info.seen_host, record=info.record)
         _ = run.config  # refused here if this version does not understand it
         return run
+    assert options.run is not None
     run_file = read_run_file(options.run)
     paths = run_file.paths.overridden_by(options)
     if run_file.config_bytes is not None:
         return KnownRun(config_bytes=run_file.config_bytes, paths=paths)
-    given = getattr(options, "model", None)
-    overrides, _ = with_model({} if given is None else {"model": given})
+    overrides, _ = with_model({} if options.model is None else {"model": options.model})
     config = create_run(build_config(run_file, overrides), paths)
     if config.frozen:
         from models.registry import factory_of
@@ -106,7 +111,7 @@ def _note_contacts(state_dir: Path, told: Sequence[Address]) -> None:
         file.save(list(dict.fromkeys([*told, *file.load()])))
 
 
-async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerContext, KnownRun]:
+async def compose(options: PeerOptions, *, max_inflight_bytes: int) -> tuple[PeerContext, KnownRun]:
     """Bind the port, find the run, load the identity. Nothing is served yet.
 
     Raises:
@@ -118,24 +123,22 @@ async def compose(options: Namespace, *, max_inflight_bytes: int) -> tuple[PeerC
     state_dir: Path | None = options.state_dir
     is_claimed, kept = await asyncio.to_thread(_taken_up, state_dir)
     tcp, udp, port = _bind(options.host, options.port, kept)
-    asker = new_transport()
     try:
-        run = await find_run(options, asker, kept)
-        if state_dir is not None and not is_claimed:
-            await asyncio.to_thread(claim_directory, state_dir)
-        if state_dir is not None:
-            _note_contacts(state_dir, run.bootstrap)
-        identity = _identity(state_dir)
-        timing = run.config.timing
-        advertise_host = options.public_host or _reachable_host(options.host, run.seen_host)
-        own = Address(advertise_host, options.public_port or port)
-        await require_alone(asker, identity.peer_id, run.record, own=own, deadline_s=timing.request_s / 2)
+        async with visiting() as asker:
+            run = await find_run(options, asker, kept)
+            if state_dir is not None and not is_claimed:
+                await asyncio.to_thread(claim_directory, state_dir)
+            if state_dir is not None:
+                _note_contacts(state_dir, run.bootstrap)
+            identity = _identity(state_dir)
+            timing = run.config.timing
+            advertise_host = options.public_host or _reachable_host(options.host, run.seen_host)
+            own = Address(advertise_host, options.public_port or port)
+            await require_alone(asker, identity.peer_id, run.record, own=own, deadline_s=timing.request_s / 2)
     except BaseException:
         tcp.close()
         udp.close()
         raise
-    finally:
-        await asker.close()
     context = PeerContext(
         config=run.config,
         config_bytes=run.config_bytes,

@@ -36,6 +36,7 @@ class KeptRun:
 
     @property
     def run(self) -> RunId:
+        """The run's id."""
         return run_id_of(self.config.encode())
 
     def save(self, directory: Path) -> None:

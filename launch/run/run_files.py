@@ -1,10 +1,11 @@
-"""What the run is: a TOML file, a preset and the command line become one `RunConfig`, and its verbatim bytes.
+"""What the run is: a TOML file and the command line become one `RunConfig`, and its verbatim bytes.
 
-Owns precedence (command line over file over preset) and the local paths, which never enter the configuration.
+Owns precedence (command line over file over defaults) and the local paths, which never enter the configuration.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import tomllib
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.arguments import MAX_PROCESSES
+from launch.options import DataOptions, ModelOptions
 from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, stated_vocab_size, tokenizer_in, vocab_size_of
 from models.packing import why_apart
 from models.presets import PRETRAINED
@@ -50,10 +52,14 @@ class DataPaths:
     tokenizer: str | None = None
     model: str | None = None
 
-    def overridden_by(self, options: Any) -> DataPaths:
-        """These paths, except where the command line (`--data`, `--eval-data`, `--tokenizer`, `--model`) names others."""
-        given = {key: getattr(options, key) for key in (*PATH_KEYS, "model") if getattr(options, key, None) is not None}
-        return replace(self, **given)
+    def overridden_by(self, options: DataOptions | ModelOptions) -> DataPaths:
+        """These paths, except where the command line names others."""
+        given: dict[str, str | None] = {}
+        if isinstance(options, DataOptions):
+            given |= {"data": options.data, "eval_data": options.eval_data, "tokenizer": options.tokenizer}
+        if isinstance(options, ModelOptions):
+            given["model"] = options.model
+        return replace(self, **{key: path for key, path in given.items() if path is not None})
 
     def with_tokenizer(self) -> DataPaths:
         """A model brings its tokenizer.
@@ -248,6 +254,8 @@ def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
         return
     old = parse_config_bytes(stored)
     differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
+    if not differing and set(json.loads(stored)) == set(RunConfig.model_fields):
+        raise ConfigError(f"{where}: the run's configuration there was changed by hand: put the file back as it was")
     what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
     raise ConfigError(
         f"{where} holds {what}: give the options that it has or none to go on with it, or choose another "

@@ -66,6 +66,7 @@ class Hub:
         self.name = f"{self._repository}@{self._commit}"
 
     def path(self, file: str) -> Path | None:
+        """The local path of a file, which is fetched if it is not here yet."""
         from huggingface_hub import hf_hub_download
 
         if file not in self._files:

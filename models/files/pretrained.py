@@ -129,6 +129,7 @@ class PretrainedFactory:
     # ------------------------------------------------------------------------------------------------ stages
 
     def outline(self, stage: int) -> torch.nn.Module:
+        """The stage without memory."""
         return self.cut.outline(stage)
 
     def build(self, stage: int) -> torch.nn.Module:

@@ -93,10 +93,12 @@ class Directory:
             raise ConfigError(f"model {directory}: no such directory")
 
     def path(self, file: str) -> Path | None:
+        """The path of a file of the directory."""
         path = self._path / file
         return path if path.is_file() else None
 
     def extra_shards(self, known: Iterable[str]) -> list[str]:
+        """Files with weights that no index names."""
         return sorted({path.name for path in self._path.glob("*.safetensors")} - set(known))
 
 

@@ -93,6 +93,7 @@ class PackedExamples:
         return len(self._samples)
 
     def take(self, indices: np.ndarray) -> Batch:
+        """The samples with these indices, as arrays of shape [len(indices), T]."""
         shape = (len(indices), self._length)
         inputs_BT, labels_BT = np.zeros(shape, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
         positions_BT = np.zeros(shape, np.int64)
@@ -109,6 +110,7 @@ class PackedExamples:
         return Batch({"input_ids": inputs_BT, "position_ids": positions_BT}, {"labels": labels_BT})
 
     def update(self, digest: Any) -> None:
+        """Feed all values to a digest."""
         digest.update(f"examples {len(self._examples)}\0".encode())
         for example in self._examples:
             digest.update(f"{len(example.tokens)}\0".encode())
@@ -116,5 +118,6 @@ class PackedExamples:
             digest.update(np.packbits(example.trained).tobytes())
 
     def token_bounds(self) -> tuple[int, int] | None:
+        """The lowest and the highest token."""
         found = [bounds for example in self._examples if (bounds := bounds_of(example.tokens)) is not None]
         return (min(low for low, _ in found), max(high for _, high in found)) if found else None

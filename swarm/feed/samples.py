@@ -51,16 +51,19 @@ class TokenWindows:
         return max(0, (len(self._tokens_N) - 1) // self._length)
 
     def take(self, indices: np.ndarray) -> Batch:
+        """The windows with these indices, as arrays of shape [len(indices), T]."""
         window_BT = indices[:, None] * self._length + np.arange(self._length + 1)
         tokens_BT = self._tokens_N[window_BT].astype(np.int64)
         return Batch({"input_ids": tokens_BT[:, :-1].copy()}, {"labels": tokens_BT[:, 1:].copy()})
 
     def update(self, digest: Any) -> None:
+        """Feed all values to a digest."""
         digest.update(f"tokens {len(self._tokens_N)}\0".encode())
         for start in range(0, len(self._tokens_N), 2**20):
             digest.update(self._tokens_N[start : start + 2**20].astype("<u4").tobytes())
 
     def token_bounds(self) -> tuple[int, int] | None:
+        """The lowest and the highest token."""
         return bounds_of(self._tokens_N)
 
 
@@ -85,18 +88,21 @@ class ArraySamples:
         return self._num_samples
 
     def take(self, indices: np.ndarray) -> Batch:
+        """The rows with these indices of every array."""
         return Batch(
             {name: array[indices] for name, array in self.inputs.items()},
             {name: array[indices] for name, array in self.labels.items()},
         )
 
     def slice(self, start: int, end: int) -> ArraySamples:
+        """The samples from `start` to `end`, as views."""
         return ArraySamples(
             {name: array[start:end] for name, array in self.inputs.items()},
             {name: array[start:end] for name, array in self.labels.items()},
         )
 
     def update(self, digest: Any) -> None:
+        """Feed names, dtypes, shapes and values to a digest."""
         for kind, arrays in (("input", self.inputs), ("label", self.labels)):
             for name in sorted(arrays):
                 array = np.ascontiguousarray(arrays[name])

@@ -80,17 +80,21 @@ class ByteTokenizer:
     has_told_date = False
 
     def encode(self, text: str) -> np.ndarray:
+        """The bytes of the text, uint8."""
         return np.frombuffer(text.encode("utf-8", errors="surrogatepass"), dtype=np.uint8)
 
     def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The bytes, and where each character's begin and end."""
         tokens = self.encode(text)
         starts = np.cumsum((tokens & 0xC0) != 0x80) - 1  # every byte but the first of a character is 10xxxxxx
         return tokens, starts, starts + 1
 
     def framing(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """No token before a document, and an empty line after it."""
         return self.start, self.separator
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
+        """Raises ConfigError: there is no chat template."""
         raise ConfigError("byte-level tokens have no chat template; name a tokenizer directory that has one (--tokenizer)")
 
 
@@ -145,6 +149,7 @@ class DirectoryTokenizer:
         return np.array(whole[:count], dtype=self._dtype)
 
     def encode(self, text: str) -> np.ndarray:
+        """The tokens of the text, without special ones."""
         pieces = [
             np.array(self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], dtype=self._dtype)
             for piece in _pieces(text)
@@ -152,6 +157,7 @@ class DirectoryTokenizer:
         return np.concatenate(pieces) if pieces else np.array([], dtype=self._dtype)
 
     def encode_located(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens, and where in the text each begins and ends."""
         if not self._tokenizer.is_fast:
             raise ConfigError(f"{self._where}: has no tokenizer.json, which alone tells where each token begins")
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -159,11 +165,13 @@ class DirectoryTokenizer:
         return np.array(found["input_ids"], dtype=self._dtype), spans[:, 0], spans[:, 1]
 
     def framing(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that it puts before and after a text."""
         brings_start = len(self.start) > 0 and np.array_equal(ids[: len(self.start)], self.start)
         brings_end = len(self.separator) > 0 and np.array_equal(ids[-1:], self.separator)
         return self.start[: 0 if brings_start else None], self.separator[: 0 if brings_end else None]
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, is_answered: bool) -> str:
+        """The conversation as its chat template writes it."""
         if not self._tokenizer.chat_template:
             raise ConfigError(f"{self._where}: has no chat template (chat_template.jinja)")
         try:

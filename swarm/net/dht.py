@@ -37,11 +37,8 @@ class Dht(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def lookup(self, key: str, *, sample: int | None = None) -> list[PeerRecord]:
+    async def lookup(self, key: str) -> list[PeerRecord]:
         """The valid, unexpired records under `key`, newest of each peer, merged from several nodes; any order.
-
-        With `sample`, those of so many peers drawn evenly (of all, if there are fewer): what a reader of a big stage
-        wants, at a cost that grows with the sample and not with the stage.
 
         Never raises for the network's sake: nodes that do not answer only make the list shorter.
         """

@@ -121,6 +121,7 @@ class Admission:
         return None
 
     def release(self, num_bytes: int) -> None:
+        """Give back the room that a request took."""
         self.num_open -= 1
         self.held_bytes -= num_bytes
 

@@ -25,11 +25,13 @@ class LoopMeter:
         return max(self._before_s, self._worst_s)
 
     def start(self) -> None:
+        """Measure from now on; call it on the loop."""
         self._loop = asyncio.get_running_loop()
         self._window_ends = self._loop.time() + WINDOW_S
         self._arm()
 
     def stop(self) -> None:
+        """Measure no more."""
         self._timer.cancel()
 
     def _arm(self) -> None:

@@ -60,6 +60,7 @@ class Progress:
 
     @property
     def count(self) -> int:
+        """Everything counted so far; it only grows."""
         self._own += self._num_vouched
         return self._own + sum(source() for source in self._sources)
 

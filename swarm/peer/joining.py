@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.base.config import run_id_of
-from swarm.base.errors import ConfigError, SwarmError, UnknownHost, Unreachable
+from swarm.base.errors import ConfigError, UnknownHost, Unreachable
 from swarm.base.ids import Address, PeerId, RunId
 from swarm.net.transport import Transport
-from swarm.wire.framing import Frame
+from swarm.net.visitor import answer_or_error
 from swarm.wire.messages import CommitRecord, Hello, RunInfo, Status, StatusReply
 
 logger = logging.getLogger(__name__)
@@ -89,14 +89,10 @@ def _hint(named: Address, last: Exception) -> str:
 
 async def _ask(transport: Transport, address: Address, run: RunId | None, limit_s: float) -> RunInfo | Exception:
     """Return what the peer at `address` says of its run, or why it does not within `limit_s`."""
-    try:
-        async with asyncio.timeout(limit_s):
-            reply = await transport.call(address, Frame(Hello()), stall_s=limit_s)
-    except (SwarmError, TimeoutError) as error:
-        return error
-    if isinstance(reply.message, RunInfo) and run in (None, run_id_of(reply.message.config.encode())):
-        return reply.message
-    return ConfigError(f"answered with {reply.message.__class__.__name__}, or for another run")
+    reply = await answer_or_error(transport, address, Hello(), timeout_s=limit_s)
+    if isinstance(reply, Exception) or (isinstance(reply, RunInfo) and run in (None, run_id_of(reply.config.encode()))):
+        return reply
+    return ConfigError(f"answered with {reply.__class__.__name__}, or for another run")
 
 
 async def _first_of(asking: Sequence[Coroutine[Any, Any, RunInfo | Exception]]) -> RunInfo | None:
@@ -128,12 +124,8 @@ async def require_alone(
     """
     listed = [x for members in record.members for x in members if x.peer == peer] if record is not None else []
     for address in [x for x in (Address(y.host, y.port) for y in listed) if x != own]:
-        try:
-            async with asyncio.timeout(deadline_s):
-                reply = await transport.call(address, Frame(Status()), stall_s=deadline_s)
-        except (SwarmError, TimeoutError):
-            continue
-        if isinstance(reply.message, StatusReply) and reply.message.member.peer == peer:
+        reply = await answer_or_error(transport, address, Status(), timeout_s=deadline_s)
+        if isinstance(reply, StatusReply) and reply.member.peer == peer:
             raise ConfigError(
                 f"another peer with this one's identity {peer[:8]} runs at {address}; if the state directory was copied from "
                 "there, start with an empty one"

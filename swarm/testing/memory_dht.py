@@ -159,12 +159,9 @@ class MemoryDht(Dht):
         held = await asyncio.gather(*(self._store(peer, key, record) for peer in self._nearest(key)))
         return 1 + sum(held)
 
-    async def lookup(self, key: str, *, sample: int | None = None) -> list[PeerRecord]:
+    async def lookup(self, key: str) -> list[PeerRecord]:
         """The records of a key, from the nodes that are nearest to it."""
-        if sample is None:
-            return await self._read(key, "find", key)
-        records = await self._read(key, "sample", key, sample)
-        return self._network.rng.sample(records, min(sample, len(records)))
+        return await self._read(key, "find", key)
 
     async def _read(self, key: str, kind: str, *args: Any) -> list[PeerRecord]:
         """Ask the nearest nodes and merge what they and this node hold."""
@@ -229,10 +226,8 @@ class MemoryDht(Dht):
         return packed
 
     def _answer(self, kind: str, args: Sequence[Any]) -> list[list[Any]]:
-        """Records under a key, or those of some peers drawn evenly."""
+        """Records under a key."""
         held = self._records.get(args[0], [])
-        if kind == "sample":
-            held = self._network.rng.sample(held, min(args[1], len(held)))
         return [[one.signed.public_key, one.signed.payload, one.signed.signature, self._records.remaining_s(one)] for one in held]
 
     async def _ask(self, address: Address, kind: str, *args: Any) -> Any:

@@ -335,25 +335,6 @@ def test_a_large_set_arrives_whole(run):
     run(scenario)
 
 
-def test_a_sample_shows_other_peers_each_time(run):
-    async def scenario(world: World) -> None:
-        spawned = await world.spawn(4)
-        writers = [Identity.ephemeral(world.rng) for _ in range(60)]
-        for index, identity in enumerate(writers):
-            assert await spawned[index % 4][1].publish(KEY, signed(identity)) == 4
-        everyone, seen = {identity.peer_id for identity in writers}, set()
-        for index in range(30):
-            sample = peers(await spawned[index % 4][1].lookup(KEY, sample=8))
-            assert len(sample) == 8
-            assert sample <= everyone
-            seen |= sample
-        assert len(seen) > 50
-        assert peers(await spawned[0][1].lookup(KEY, sample=100)) == everyone
-        assert await spawned[0][1].lookup("another key", sample=8) == []
-
-    run(scenario)
-
-
 def _capture_datagrams(node: Dht) -> list[list[int]]:
     """Sizes of all that a Kademlia node sends from now on."""
     if not isinstance(node, KademliaDht):

@@ -97,6 +97,7 @@ class HttpClient:
                     response.close()
 
     async def close(self) -> None:
+        """Close every connection."""
         if self._session is not None:
             await self._session.close()
             await asyncio.sleep(0)  # the transports' own callbacks

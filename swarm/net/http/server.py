@@ -100,6 +100,7 @@ class HttpServer:
         return self._callers.links.carried()
 
     async def start(self, sock: socket.socket) -> None:
+        """Serve on `sock`, which listens already."""
         loop = asyncio.get_running_loop()
         # The loop accepts as many at once as this says, each a file, and if there are none left it logs that so many times.
         self._listener = await loop.create_server(self._callers, sock=sock, backlog=_ACCEPTED_AT_ONCE)

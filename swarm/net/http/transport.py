@@ -76,10 +76,12 @@ class HttpTransport(Transport):
 
     @property
     def loop_late_s(self) -> float | None:
+        """The longest that the event loop was held up lately, in seconds."""
         return self._loop_meter.worst_s
 
     @property
     def address(self) -> Address:
+        """Where it listens; the port is 0 before `start` if none was named."""
         return self._address
 
     @property
@@ -88,12 +90,14 @@ class HttpTransport(Transport):
         return self._admission.held_bytes
 
     def carried(self) -> tuple[int, int]:
+        """Bytes sent and received over all connections so far."""
         looks = [*self._client.carried(), *(() if self._server is None else self._server.carried())]
         sent, received = self._carried
         self._carried = (sent + sum(look[0] for look in looks), received + sum(look[1] for look in looks))
         return self._carried
 
     async def start(self, handler: Handler) -> None:
+        """Bind, unless a socket was given, and serve. See `Transport.start`."""
         if self._sock is None:
             self._sock = bind_tcp(*self._address)
         self._address = Address(self._address.host, self._sock.getsockname()[1])
@@ -102,6 +106,7 @@ class HttpTransport(Transport):
         self._loop_meter.start()
 
     async def close(self) -> None:
+        """End every call, stop serving and close every connection."""
         self._closed = True
         for call in list(self._calls):
             call.end(LinkBroken(f"{call.what}: this peer's transport was closed"))
@@ -113,6 +118,7 @@ class HttpTransport(Transport):
         await self._client.close()
 
     async def call(self, address: Address, request: Frame, *, stall_s: float, progress: Progress | None = None) -> Frame:
+        """Ask over a kept-alive connection. See `Transport.call`."""
         what = f"{request.message.kind} to {address}"
         if self._closed:
             raise Unreachable(f"{what}: this peer's transport is closed")

@@ -1,11 +1,10 @@
-"""What one node answers: four questions and one demand, from what it holds and whom it knows.
+"""What one node answers: three questions and one demand, from what it holds and whom it knows.
 
 Owns the checking of arguments and how much work a sender may cause. Must not know sockets or outstanding requests.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +25,9 @@ _MAX_OFFENDERS = 4096
 _OFFENCES = frozenset({"forged", "malformed", "oversize"})
 
 #: Arguments besides the sender's id.
-NUM_ARGUMENTS = {"ping": 0, "find_node": 1, "find_value": 3, "sample": 2, "store": 2}
+NUM_ARGUMENTS = {"ping": 0, "find_node": 1, "find_value": 3, "store": 2}
 #: Questions whose replies are long.
-LONG_ANSWERS = frozenset({"find_node", "find_value", "sample"})
+LONG_ANSWERS = frozenset({"find_node", "find_value"})
 
 
 class Offenders:
@@ -39,9 +38,11 @@ class Offenders:
         self._level: OrderedDict[tuple[str, int], tuple[float, float]] = OrderedDict()
 
     def over_limit(self, address: tuple[str, int]) -> bool:
+        """Whether `address` sent so many bad records that it is not served for now."""
         return self._current(address) >= _MAX_OFFENCES
 
     def note(self, address: tuple[str, int]) -> None:
+        """Count a bad record against `address`."""
         self._level[address] = (self._current(address) + 1, self._now())
         self._level.move_to_end(address)
         if len(self._level) > _MAX_OFFENDERS:
@@ -60,33 +61,23 @@ class Answers:
     """
 
     def __init__(
-        self,
-        router: LiveRoutingTable,
-        storage: RecordStorage,
-        *,
-        now: Callable[[], float],
-        rng: random.Random,
-        counters: Counter[str],
+        self, router: LiveRoutingTable, storage: RecordStorage, *, now: Callable[[], float], counters: Counter[str]
     ) -> None:
         self._router = router
         self._storage = storage
-        self._rng = rng
         self._counters = counters
         self._offenders = Offenders(now)
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "ping": self.ping,
-            "find_node": self.find_node,
-            "find_value": self.find_value,
-            "sample": self.sample,
-            "store": self.store,
-        }
+        """The handlers by the name of the question."""
+        return {"ping": self.ping, "find_node": self.find_node, "find_value": self.find_value, "store": self.store}
 
     def ping(self, sender: Node) -> bytes:
+        """The address that the question came from."""
         return wire.pack_address(sender.ip, sender.port)
 
     def find_node(self, sender: Node, target: Any) -> list[bytes]:
+        """The contacts nearest to an id, packed."""
         return self._nearest(Node(wire.node_id(target)), sender, self._router.ksize)
 
     def find_value(self, sender: Node, key: Any, after: Any, with_nodes: Any) -> list[Any]:
@@ -96,13 +87,6 @@ class Answers:
         nodes, room = self._near_key(key, sender, with_nodes)
         page, more = self._storage.page(key, after.hex(), room, wire.RECORD_OVERHEAD_BYTES)
         return [nodes, self._pack(page), more]
-
-    def sample(self, sender: Node, key: Any, with_nodes: Any) -> list[Any]:
-        """Like `find_value`, but records of random peers: no answer tells how many more questions there are."""
-        key = wire.dht_key(key)
-        nodes, room = self._near_key(key, sender, with_nodes)
-        chosen, num_held = self._storage.sample(key, self._rng, room, wire.RECORD_OVERHEAD_BYTES)
-        return [nodes, self._pack(chosen), num_held]
 
     def store(self, sender: Node, key: Any, record: Any) -> str:
         """Only a sender whose address is known to be its own gets this far."""

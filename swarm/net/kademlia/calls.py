@@ -1,17 +1,21 @@
 """What a request is while it waits for its reply: whom it asks, how often it was sent, and until when.
 
-Must not know sockets; `kademlia_rpc` sends requests and ends them.
+Must not know sockets; `rpc` sends requests and ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kademlia.node import Node
 
 from swarm.net.kademlia.wire import NODE_ID_BYTES
+
+#: A request is asked anew once for a token and once for a proof.
+_MAX_RENEWALS = 2
 
 
 class UnknownNode(Node):
@@ -52,6 +56,37 @@ class Call:
     has_stalled: bool = False
     #: Times that it was asked anew, with another token or for a proof.
     renewals: int = 0
+
+    def write(self, content: bytes) -> None:
+        """Send `content` from now on."""
+        self.content = content
+
+    def arm(self, loop: asyncio.AbstractEventLoop, due_at: float, then: Callable[[bytes], None], call_id: bytes) -> None:
+        """Have `then(call_id)` called at `due_at`, by the loop's clock in seconds."""
+        self.due_at = due_at
+        self.timer = loop.call_at(due_at, then, call_id)
+
+    def disarm(self) -> None:
+        """Cancel the timer, if one is set."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.due_at = None
+
+    def has_stood_still(self, now: float, least_s: float) -> bool:
+        """Whether its timer came over `least_s` seconds late: this process itself stood still. True once at most."""
+        if self.due_at is None or self.has_stalled or now - self.due_at < least_s:
+            return False
+        self.has_stalled = True
+        return True
+
+    def renew(self) -> bool:
+        """Begin anew with one more transmission, and return whether that is still allowed."""
+        self.renewals += 1
+        if self.renewals > _MAX_RENEWALS:
+            return False
+        self.disarm()
+        self.max_transmissions += 1
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,7 @@ class DatagramSocket:
         return self._is_v6 if ":" in ip else self._reaches_v4
 
     def send(self, datagram: bytes, address: tuple[str, int]) -> None:
+        """Send one datagram, if `address` can be reached; it is dropped, and counted, where too many wait already."""
         if len(datagram) >= MAX_DATAGRAM_BYTES:
             raise InternalError(f"a datagram of {len(datagram)} bytes; pages and records must be cut smaller")
         transport = self._transport

@@ -83,6 +83,7 @@ class KademliaDht(Dht):
         return self._address
 
     async def start(self, bootstrap: Sequence[Address]) -> None:
+        """Bind, and contact `bootstrap` and the contacts of an earlier life. See `Dht.start`."""
         if self._server is not None:
             raise RuntimeError("this DHT node was started before")
         if self._sock is None:
@@ -109,23 +110,25 @@ class KademliaDht(Dht):
         self._remember_contacts()  # not only at the first refresh: a power cut may come before it
 
     async def publish(self, key: str, record: SignedRecord) -> int:
+        """Store at the nearest nodes. See `Dht.publish`."""
         try:
             self._verifier.verify(key, record)
         except RecordRefused as error:
             raise ValueError(str(error)) from None
         return await self._running.set(key, record)
 
-    async def lookup(self, key: str, *, sample: int | None = None) -> list[PeerRecord]:
-        if sample is None:
-            return await self._running.get(key)
-        return await self._running.lookups.sample(key, sample)
+    async def lookup(self, key: str) -> list[PeerRecord]:
+        """Read from the nearest nodes. See `Dht.lookup`."""
+        return await self._running.get(key)
 
     def contacts(self) -> list[Address]:
+        """This node, and those that it knows nearest to itself."""
         router = self._running.protocol.router
         nearest = router.find_neighbors(self._running.node)
         return [self._own_address(), *(Address(contact.ip, contact.port) for contact in nearest)]
 
     def statistics(self) -> dict[str, int]:
+        """Counters by name, and the sizes held now."""
         statistics = dict(self._counters)
         if self._server is not None and self._server.protocol is not None:
             protocol, storage = self._server.protocol, self._server.storage
@@ -138,6 +141,7 @@ class KademliaDht(Dht):
         return statistics
 
     async def close(self) -> None:
+        """Write the contacts for the next life, and close the socket."""
         if self._server is not None:
             if self._server.protocol is not None:
                 self._remember_contacts()

@@ -48,7 +48,16 @@ class Known:
     #: Datagrams taken for lost since the last answer.
     num_lost: int = 0
 
+    def take_token(self, token: bytes) -> None:
+        """Show `token` to the node here with the next requests."""
+        self.token = token
+
+    def belong_to(self, node_id: bytes) -> None:
+        """Note whose key was proven here; empty if it is to be proven again."""
+        self.node_id = node_id
+
     def observe(self, seconds: float, now: float) -> None:
+        """Take a measured round trip of `seconds` into the averages (RFC 6298)."""
         self.num_lost = 0
         if self.round_trip_s is None:
             self.round_trip_s, self.deviation_s = seconds, seconds / 2
@@ -93,6 +102,7 @@ class KnownAddresses:
         return len(self._known)
 
     def of(self, address: tuple[str, int]) -> Known:
+        """What is known of `address`, which counts as used now."""
         known = self._known.get(address)
         if known is None:
             known = self._known[address] = Known()
@@ -145,6 +155,7 @@ class AddressTokens:
         self._now = now
 
     def give(self, address: tuple[str, int]) -> bytes:
+        """The token of `address` for now, of `TOKEN_BYTES` bytes."""
         return self._token(address, self._epoch())
 
     def accepts(self, address: tuple[str, int], token: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Reading from the DHT: nearest nodes, whole sets of records page by page, and even samples of large sets.
+"""Reading from the DHT: nearest nodes and whole sets of records, page by page.
 
 Owns how answers of several nodes are merged. Must not know sockets or upkeep; writes nothing anywhere.
 """
@@ -6,7 +6,6 @@ Owns how answers of several nodes are merged. Must not know sockets or upkeep; w
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +24,6 @@ from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
 
 #: A lookup reads the nearest nodes, this part of those that a record is stored at: each should hold it, some may be new.
 _READ_PART = 2
-#: A sample is complete, or given up, after so many rounds of questions.
-_MAX_SAMPLE_ROUNDS = 16
-#: A set of up to so many times the sample is read as a whole: that is cheaper, and exact.
-_READ_WHOLE = 2
 
 
 class Merge:
@@ -59,7 +54,6 @@ class Lookups:
     Args:
         protocol: sends the questions; its storage is this node's own.
         verifier, counters: shared with the rest of the node.
-        rng: draws samples.
         replication: nodes that hold a record.
         alpha: questions at once.
         slow_s: when an answer is late, if it is not so earlier by the round trips measured.
@@ -71,7 +65,6 @@ class Lookups:
         *,
         verifier: RecordVerifier,
         counters: Counter[str],
-        rng: random.Random,
         replication: int,
         alpha: int,
         slow_s: float,
@@ -80,7 +73,6 @@ class Lookups:
         self._storage = protocol.storage
         self._verifier = verifier
         self._counters = counters
-        self._rng = rng
         self._replication = replication
         self._alpha = alpha
         self._slow_s = slow_s
@@ -121,59 +113,6 @@ class Lookups:
             read=read,
         )
         await asyncio.gather(*(self._read_on(node, key, unread[node.id], merge) for node in nearest if node.id in unread))
-        return list(merge.records.values())
-
-    async def sample(self, key: str, num_peers: int) -> list[PeerRecord]:
-        """Records of `num_peers` peers drawn evenly from those under `key`, or of all if there are fewer."""
-        samples: dict[bytes, wire.Sample] = {}
-
-        def read(node: Node, body: Any) -> list[Node] | None:
-            sample: wire.Sample | None = self._read(wire.unpack_sample, body)
-            if sample is None:
-                return None
-            samples[node.id] = sample
-            return sample.nodes
-
-        nearest = await self._crawl(
-            Node(digest(key)),
-            self._replication,
-            ask=lambda node: self._protocol.call_sample(node, key, with_nodes=True),
-            read=read,
-        )
-        most_held = max((samples[node.id].num_held for node in nearest), default=0)
-        if most_held <= _READ_WHOLE * num_peers:
-            records = await self.get(key)
-        else:
-            records = await self._draw(key, num_peers, nearest, samples, most_held)
-        return self._rng.sample(records, min(num_peers, len(records)))
-
-    async def _draw(
-        self, key: str, num_peers: int, nearest: Sequence[Node], samples: dict[bytes, wire.Sample], most_held: int
-    ) -> list[PeerRecord]:
-        """Ask for handfuls until there are enough peers.
-
-        Only the nodes near the key that hold most of the set are asked: whoever holds few would show those too often.
-        """
-        merge = Merge(key, self._verifier, self._counters)
-        sources = [node for node in nearest if 2 * samples[node.id].num_held > most_held]
-        handfuls = [(node, samples[node.id]) for node in sources]
-        for _ in range(_MAX_SAMPLE_ROUNDS):
-            for node, handful in handfuls:
-                if not all([merge.add(*record) for record in handful.records]):
-                    sources = [other for other in sources if other.id != node.id]
-            missing = num_peers - len(merge.records)
-            if missing <= 0 or not sources:
-                break
-            per_answer = max(1, *(len(handful.records) for _, handful in handfuls), 1)
-            asked = [self._rng.choice(sources) for _ in range(1 + missing // per_answer)]
-            replies = await asyncio.gather(*(self._protocol.call_sample(node, key, with_nodes=False) for node in asked))
-            handfuls = []
-            for node, reply in zip(asked, replies, strict=True):
-                drawn = self._read(wire.unpack_sample, reply.body) if reply is not None else None
-                if drawn is None:
-                    sources = [other for other in sources if other.id != node.id]
-                else:
-                    handfuls.append((node, drawn))
         return list(merge.records.values())
 
     # Parts of a lookup

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -125,6 +124,7 @@ class RecordStorage(IStorage):
 
     @property
     def num_keys(self) -> int:
+        """Keys under which records are held."""
         self.expire()
         return len(self._keys)
 
@@ -304,22 +304,6 @@ class RecordStorage(IStorage):
             chosen.append(held)
         return chosen, False
 
-    def sample(self, key: str, rng: random.Random, max_bytes: int, overhead_bytes: int) -> tuple[list[StoredRecord], int]:
-        """Records of peers drawn evenly, while they fit `max_bytes`; and how many peers there are to draw from."""
-        self.expire()
-        records = self._keys.get(key)
-        if records is None:
-            return [], 0
-        chosen: list[StoredRecord] = []
-        # 40 of the smallest records do not fit a datagram.
-        for peer in rng.sample(records.peers, min(40, len(records.peers))):
-            held = records.held[peer]
-            max_bytes -= held.signed.num_bytes + overhead_bytes
-            if max_bytes < 0:
-                break
-            chosen.append(held)
-        return chosen, len(records.peers)
-
     # The interface of kademlia's storages, with a key's text in the place of its digest: a signature covers the text.
 
     def __setitem__(self, key: str, value: tuple[SignedRecord, float]) -> None:
@@ -330,6 +314,7 @@ class RecordStorage(IStorage):
         return list(self._keys[key].held.values())
 
     def get(self, key: str, default: Any = None) -> Any:
+        """The unexpired records under `key`, or `default` if there are none."""
         self.expire()  # only once: a record may expire between two looks at the clock
         records = self._keys.get(key)
         return default if records is None else list(records.held.values())

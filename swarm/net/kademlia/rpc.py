@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +32,6 @@ _MAX_PROBES = 256
 _MAX_OVERDUE = 1024
 #: A request fails at the earliest after so many times what a lost datagram is detected after: all may be slow.
 _TIMEOUT = 3
-#: Once for a token, once for a proof.
-_MAX_RENEWALS = 2
 
 
 class RecordProtocol(KademliaProtocol):
@@ -46,7 +43,6 @@ class RecordProtocol(KademliaProtocol):
         ksize: contacts in a bucket and in a reply.
         private_key: proves that this node's id is its own.
         timing: deadlines.
-        rng: chooses samples.
         counters: what happened, by name.
         on_contact: called with every contact that is new or has moved.
     """
@@ -63,7 +59,6 @@ class RecordProtocol(KademliaProtocol):
         *,
         private_key: Ed25519PrivateKey,
         timing: RpcTiming,
-        rng: random.Random,
         counters: Counter[str],
         on_contact: Callable[[Contact], None],
     ) -> None:
@@ -79,7 +74,7 @@ class RecordProtocol(KademliaProtocol):
         self._counters = counters
         self._on_contact = on_contact
         self._probes: set[tuple[bytes, str, int]] = set()
-        answers = Answers(self.router, storage, now=self._loop.time, rng=rng, counters=counters)
+        answers = Answers(self.router, storage, now=self._loop.time, counters=counters)
         self._handlers = answers.handlers()
         #: Requests that failed lately.
         self._overdue: OrderedDict[bytes, Call] = OrderedDict()
@@ -95,14 +90,17 @@ class RecordProtocol(KademliaProtocol):
         raise AttributeError(name)
 
     def connection_made(self, transport: Any) -> None:
+        """Called by asyncio once the socket is open."""
         super().connection_made(transport)
         self.socket.open(transport)
 
     def error_received(self, exc: Exception) -> None:
+        """Called by asyncio when the system reports an error; it is counted only."""
         self._counters["socket_errors"] += 1
 
     @property
     def num_outstanding(self) -> int:
+        """Requests that wait for an answer."""
         return len(self._outstanding)
 
     def close(self) -> None:
@@ -133,6 +131,7 @@ class RecordProtocol(KademliaProtocol):
         return self.known.lost_after_s((node.ip, node.port))
 
     def seems_dead(self, node: Node) -> bool:
+        """Whether `node` has been silent more often than bad luck explains."""
         return self.known.seems_dead((node.ip, node.port))
 
     def _write(self, call: Call) -> None:
@@ -140,7 +139,7 @@ class RecordProtocol(KademliaProtocol):
         known = self.known.of((call.node.ip, call.node.port))
         wants_proof = not known.node_id or call.node.id not in (b"", known.node_id)
         pad_to = wire.LONG_REQUEST_BYTES if call.name in LONG_ANSWERS else wire.SHORT_REQUEST_BYTES
-        call.content = wire.pack_request(call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to)
+        call.write(wire.pack_request(call.name, known.token, wants_proof, self.source_node.id, call.args, pad_to))
 
     def _transmit(self, call_id: bytes) -> None:
         call = self._outstanding[call_id]
@@ -157,37 +156,27 @@ class RecordProtocol(KademliaProtocol):
         fails_at = max(now, call.started_at + max(self._timing.timeout_s, _TIMEOUT * lost_after_s))
         again_at = now + lost_after_s * 2**attempt
         if attempt + 1 >= call.max_transmissions or again_at >= fails_at:
-            self._arm(call, fails_at, self._timeout, call_id)
+            call.arm(self._loop, fails_at, self._timeout, call_id)
         else:
-            self._arm(call, again_at, self._transmit, call_id)
+            call.arm(self._loop, again_at, self._transmit, call_id)
         datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
         self.socket.send(datagram, (call.node.ip, call.node.port))
-
-    def _arm(self, call: Call, due_at: float, then: Callable[[bytes], None], call_id: bytes) -> None:
-        call.due_at = due_at
-        call.timer = self._loop.call_at(due_at, then, call_id)
 
     def _has_stalled(self, call_id: bytes, call: Call, then: Callable[[bytes], None]) -> bool:
         """Whether a timer came so late that this process itself stood still: the answer may be waiting to be read."""
         now = self._loop.time()
-        if call.due_at is None or call.has_stalled or now - call.due_at < self._timing.least_wait_s:
+        if not call.has_stood_still(now, self._timing.least_wait_s):
             return False
-        call.has_stalled = True
         self._counters["own_stalls"] += 1
-        self._arm(call, now + self._timing.least_wait_s, then, call_id)
+        call.arm(self._loop, now + self._timing.least_wait_s, then, call_id)
         return True
 
     def _renew(self, call_id: bytes, call: Call) -> None:
         """Ask again at once, with what was learned of the address; a node that is never content gets no answer."""
-        call.renewals += 1
-        if call.renewals > _MAX_RENEWALS:
+        if not call.renew():
             self._finish(call_id, call, None)
             return
-        if call.timer is not None:
-            call.timer.cancel()
-        call.due_at = None
         self._counters["renewed_requests"] += 1
-        call.max_transmissions += 1
         self._write(call)
         self._transmit(call_id)
 
@@ -217,8 +206,8 @@ class RecordProtocol(KademliaProtocol):
 
     def _forget(self, message_id: bytes) -> None:
         call = self._outstanding.pop(message_id, None)
-        if call is not None and call.timer is not None:
-            call.timer.cancel()
+        if call is not None:
+            call.disarm()
 
     def _accept_answer(self, kind: bytes, message_id: bytes, content: bytes) -> None:
         call_id, attempt = message_id[: wire.CALL_ID_BYTES], message_id[-1]
@@ -233,13 +222,13 @@ class RecordProtocol(KademliaProtocol):
         answer = wire.unpack_answer(content)
         home = (call.node.ip, call.node.port)
         known = self.known.of(home)
-        known.token = answer.token
+        known.take_token(answer.token)
         self.known.observe(home, self._loop.time() - call.sent_at[attempt])
         if answer.body is None:
             self._renew(call_id, call)
             return
         if known.node_id != answer.node_id:
-            known.node_id = b""
+            known.belong_to(b"")
             if not proof:
                 self._renew(call_id, call)
                 return
@@ -248,7 +237,7 @@ class RecordProtocol(KademliaProtocol):
                 self._finish(call_id, call, None)
                 return
             self._counters["proven_ids"] += 1
-            known.node_id = answer.node_id
+            known.belong_to(answer.node_id)
         self._accept_proven(call_id, call, answer)
 
     def _accept_overdue(self, call_id: bytes, attempt: int, content: bytes) -> None:
@@ -269,7 +258,7 @@ class RecordProtocol(KademliaProtocol):
         if contact is not None:
             self._on_contact(contact)
 
-    def _accept_proven(self, call_id: bytes, call: Call, answer: wire.Answer) -> None:
+    def _accept_proven(self, call_id: bytes, call: Call, answer: wire.ReplyContent) -> None:
         """The owner of `answer.node_id` lives at the address that was asked."""
         expected = call.node.id in (b"", answer.node_id)
         if not expected and (old := self.router.contact(call.node.id)) is not None and old.same_home_as(call.node):
@@ -289,20 +278,21 @@ class RecordProtocol(KademliaProtocol):
         return reply
 
     def call_find_node(self, node_to_ask: Node, node_to_find: Node) -> ReplyFuture:
+        """Ask for the contacts nearest to `node_to_find`."""
         return self.request(node_to_ask, "find_node", node_to_find.id)
 
     def call_find_value(self, node_to_ask: Node, key: str, after: bytes, *, with_nodes: bool) -> ReplyFuture:
+        """Ask for a page of the records under `key`: those of peers above `after`."""
         return self.request(node_to_ask, "find_value", key, after, with_nodes)
 
-    def call_sample(self, node_to_ask: Node, key: str, *, with_nodes: bool) -> ReplyFuture:
-        return self.request(node_to_ask, "sample", key, with_nodes)
-
     def call_store(self, node_to_ask: Node, key: str, value: tuple[SignedRecord, float]) -> ReplyFuture:
+        """Ask to hold a record, for so many seconds, under `key`."""
         return self.request(node_to_ask, "store", key, wire.pack_record(*value))
 
     # Answering
 
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+        """Called by asyncio with each datagram; one that is malformed is counted and dropped."""
         self._counters["datagrams_in"] += 1
         self._counters["bytes_in"] += len(data)
         try:

@@ -68,7 +68,7 @@ class RecordServer(Server):
         private_key: its public half determines the node id.
         replication: nodes that a record is stored at and asked for.
         storage, verifier, counters: shared with the protocol.
-        rng: spreads refreshes in time and draws samples; no safety rests on it.
+        rng: spreads refreshes in time; no safety rests on it.
         on_refresh: called after every refresh of the contacts.
     """
 
@@ -112,7 +112,6 @@ class RecordServer(Server):
             self.ksize,
             private_key=self._private_key,
             timing=self._timing.rpc,
-            rng=self._rng,
             counters=self._counters,
             on_contact=self._on_contact,
         )
@@ -130,7 +129,6 @@ class RecordServer(Server):
             self.protocol,
             verifier=self._verifier,
             counters=self._counters,
-            rng=self._rng,
             replication=self._replication,
             alpha=self.alpha,
             slow_s=self._timing.slow_s,
@@ -144,6 +142,7 @@ class RecordServer(Server):
             await self.bootstrap(list(addresses))
 
     async def close(self) -> None:
+        """End the upkeep and every request, and close the socket."""
         tasks = [*self._tasks, *self._greetings]
         for task in tasks:
             task.cancel()
@@ -209,6 +208,7 @@ class RecordServer(Server):
         return 1 + await self._store([(node, key, value, left_s) for node in holders])
 
     async def get(self, key: str) -> list[PeerRecord]:
+        """The records under `key`, of this node and the nearest others."""
         return await self.lookups.get(key)
 
     async def _store(self, stores: Sequence[tuple[Node, str, SignedRecord, float]]) -> int:

@@ -11,7 +11,6 @@ of None says: ask again with this token.
     ping()                              -> the asker's address as seen here
     find_node(target id)                -> [contact, ...], nearest first
     find_value(key, after, with_nodes)  -> [[contact, ...], [record, ...], more]: records of peers above `after`
-    sample(key, with_nodes)             -> [[contact, ...], [record, ...], held]: records of random ones of `held` peers
     store(key, record)                  -> "" or the reason for refusing
 
 A contact is id, IP (4 or 16 bytes) and port, packed; a record is `[public key, payload, signature, remaining ms]`.
@@ -62,21 +61,12 @@ class Request(NamedTuple):
     args: list[Any]
 
 
-class Answer(NamedTuple):
+class ReplyContent(NamedTuple):
     """A reply as it came; `body` is not checked yet."""
 
     node_id: bytes
     token: bytes
     body: Any
-
-
-class Sample(NamedTuple):
-    """A reply to `sample`."""
-
-    nodes: list[Node]
-    records: list[tuple[SignedRecord, float]]
-    #: Peers that the answerer holds a record of.
-    num_held: int
 
 
 class Page(NamedTuple):
@@ -99,6 +89,7 @@ def _ip(packed: bytes) -> str:
 
 
 def pack_address(ip: str, port: int) -> bytes:
+    """IP (4 or 16 bytes) and port (2 bytes)."""
     return _packed_ip(ip) + port.to_bytes(2, "big")
 
 
@@ -113,6 +104,7 @@ def unpack_address(data: Any) -> tuple[str, int]:
 
 
 def pack_node(node: Node) -> bytes:
+    """Id, IP and port of a contact."""
     packed: bytes = node.id + pack_address(node.ip, node.port)
     return packed
 
@@ -144,6 +136,7 @@ def dht_key(data: Any) -> str:
 
 
 def pack_record(signed: SignedRecord, remaining_s: float) -> list[Any]:
+    """The parts of a record, and its remaining life in whole milliseconds."""
     return [signed.public_key, signed.payload, signed.signature, max(0, int(remaining_s * 1000))]
 
 
@@ -162,13 +155,6 @@ def unpack_page(data: Any) -> Page:
     if type(data) is not list or len(data) != 3 or type(data[1]) is not list or type(data[2]) is not bool:
         raise Malformed("malformed_page")
     return Page(unpack_nodes(data[0]), [unpack_record(record) for record in data[1]], data[2])
-
-
-def unpack_sample(data: Any) -> Sample:
-    """Raises Malformed."""
-    if type(data) is not list or len(data) != 3 or type(data[1]) is not list or type(data[2]) is not int or data[2] < 0:
-        raise Malformed("malformed_page")
-    return Sample(unpack_nodes(data[0]), [unpack_record(record) for record in data[1]], data[2])
 
 
 def pack_request(name: str, token: bytes, prove: bool, sender_id: bytes, args: tuple[Any, ...], pad_to: int) -> bytes:
@@ -192,16 +178,17 @@ def unpack_request(content: bytes) -> Request:
 
 
 def pack_answer(node_id: bytes, token: bytes, body: Any) -> bytes:
+    """The content of a reply, without a proof."""
     content: bytes = umsgpack.packb([node_id, token, body])
     return content
 
 
-def unpack_answer(content: bytes) -> Answer:
+def unpack_answer(content: bytes) -> ReplyContent:
     """Raises Malformed."""
     data = unpack(content)
     if type(data) is not list or len(data) != 3 or type(data[1]) is not bytes or len(data[1]) != TOKEN_BYTES:
         raise Malformed("malformed_reply")
-    return Answer(node_id(data[0]), data[1], data[2])
+    return ReplyContent(node_id(data[0]), data[1], data[2])
 
 
 def unpack(content: bytes) -> Any:

@@ -18,6 +18,7 @@ from swarm.base.errors import ConfigError, LinkError, RemoteError, RemoteProtoco
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.transport import Transport
 from swarm.peer.link import together
+from swarm.peer.stage.ranges import fetch_ranges
 from swarm.peer.stage.state_transfer import MASTERS, RANGE_ELEMENTS
 from swarm.stage.compute import MASTER_DTYPES
 from swarm.stage.digest import digest_of
@@ -25,7 +26,6 @@ from swarm.stage.frozen import stage_module
 from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor
 from swarm.wire.framing import Frame
 
 M = TypeVar("M", bound=m.Message)
@@ -126,8 +126,8 @@ async def _download(
     [(_, dtype_name, length, digest)] = [entry for entry in manifest.entries if entry[0] == MASTERS] or [("", "", -1, "")]
     if length != num_elements or dtype_name != str(dtype).removeprefix("torch."):
         raise RemoteError(f"stage {stage}: {length} elements of {dtype_name or 'nothing'} are offered, {num_elements} expected")
-    flat = torch.empty(num_elements, dtype=dtype)
-    for offset in range(0, num_elements, RANGE_ELEMENTS):
+
+    async def fetch(offset: int) -> Frame:
         wanted = m.StateRange(
             run=asker.run,
             stage=stage,
@@ -137,12 +137,10 @@ async def _download(
             length=RANGE_ELEMENTS,
             reader=asker.reader,
         )
-        _, frame = await asker.ask(member, wanted, m.StateChunk)
-        target = flat[offset : offset + RANGE_ELEMENTS]
-        part = decode_tensor(*frame.only_tensor())
-        if part.shape != target.shape:
-            raise RemoteError(f"stage {stage}: a range came back with the wrong length")
-        target.copy_(part)
+        return (await asker.ask(member, wanted, m.StateChunk))[1]
+
+    flat = torch.empty(num_elements, dtype=dtype)
+    await fetch_ranges(flat, RANGE_ELEMENTS, fetch, what=f"stage {stage}")
     if digest_of([flat]) != digest:
         raise RemoteError(f"stage {stage}: {member.peer[:8]} sent other bytes than it announced")
     return flat

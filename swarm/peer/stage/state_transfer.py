@@ -20,13 +20,14 @@ from swarm.lifecycle.record import fault_of
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse, together
 from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.ranges import put_range
 from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.digest import digest_of
 from swarm.stage.executor import Priority
 from swarm.stage.moments import OptimizerState
 from swarm.stage.versions import StageState, make_version
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.compression import encode_tensor
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
@@ -257,11 +258,7 @@ class _Incoming:
         )
         stall_s = self._link.context.config.timing.stall_s
         _, frame = await self._link.ask(donor, ask, m.StateChunk, stall_s=stall_s)
-        target = self._tensors[name][offset : offset + RANGE_ELEMENTS]
-        part = decode_tensor(*frame.only_tensor())
-        if part.shape != target.shape:
-            raise RemoteError(f"{name}: a range came back with the wrong length")
-        target.copy_(part)
+        put_range(self._tensors[name][offset : offset + RANGE_ELEMENTS], frame, what=name)
         self._context.moved.received_state(frame.body_bytes)
 
     async def verified(self) -> StageState:

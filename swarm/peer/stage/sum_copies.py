@@ -15,6 +15,7 @@ from swarm.base.errors import RemoteError, SwarmError
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse
 from swarm.peer.presence import Candidates
+from swarm.peer.stage.ranges import fetch_ranges
 from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.step_state import OpenSteps
 from swarm.stage.digest import digest_of
@@ -22,7 +23,7 @@ from swarm.stage.executor import Priority
 from swarm.stage.flat import empty_flat
 from swarm.stage.memory_plan import KEPT_SUMS
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.compression import encode_tensor
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
@@ -90,17 +91,15 @@ class SumCopies:
         """
         context = self._context
         total = context.compute.layout.num_elements
-        flat = empty_flat(total, dtype=context.compute.master_dtype)
-        for offset in range(0, total, CHUNK_ELEMENTS):
+
+        async def fetch(offset: int) -> Frame:
             request = m.FetchSum(
                 run=context.run, stage=context.stage, step=step, digest=digest, offset=offset, length=CHUNK_ELEMENTS
             )
-            _, frame = await context.link.ask(holder, request, m.SumCopy)
-            target = flat[offset : offset + CHUNK_ELEMENTS]
-            part = decode_tensor(*frame.only_tensor())
-            if part.shape != target.shape:
-                raise RemoteError("a part of the average came back with the wrong length")
-            target.copy_(part)
+            return (await context.link.ask(holder, request, m.SumCopy))[1]
+
+        flat = empty_flat(total, dtype=context.compute.master_dtype)
+        await fetch_ranges(flat, CHUNK_ELEMENTS, fetch, what="the average")
         if (await context.background.run(lambda: digest_of([flat]), Priority.CONTROL)).value != digest:
             raise RemoteError(f"the average from {holder.peer[:8]} has another digest")
         return flat

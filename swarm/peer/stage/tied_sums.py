@@ -21,6 +21,7 @@ from swarm.net.transport import Progress
 from swarm.peer.link import Refuse
 from swarm.peer.presence import Candidates
 from swarm.peer.stage.committed_state import CommittedState
+from swarm.peer.stage.ranges import fetch_ranges
 from swarm.peer.stage.stage_context import StageContext
 from swarm.peer.stage.stage_member import StageMember
 from swarm.peer.stage.step_state import StepState
@@ -29,7 +30,7 @@ from swarm.stage.accumulator import is_finite
 from swarm.stage.executor import Priority
 from swarm.stage.module import Tie
 from swarm.wire import messages as m
-from swarm.wire.compression import decode_tensor, encode_tensor
+from swarm.wire.compression import encode_tensor
 from swarm.wire.framing import Frame
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ class TiedSums:
         self, holder: m.Member, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int
     ) -> torch.Tensor:
         total = wanted.end - wanted.start
-        flat = torch.empty(total, dtype=self._context.compute.master_dtype)
-        for offset in range(0, total, CHUNK_ELEMENTS):
+
+        async def fetch(offset: int) -> Frame:
             request = m.FetchTied(
                 run=message.run,
                 stage=stage,
@@ -94,16 +95,19 @@ class TiedSums:
                 offset=offset,
                 length=CHUNK_ELEMENTS,
             )
-            reply, frame = await self._context.link.ask(
-                holder, request, m.SumCopy, stall_s=self._context.config.timing.stall_s, progress=state.from_others
-            )
-            part = decode_tensor(*frame.only_tensor())
-            if part.dtype != flat.dtype or reply.total != total or part.shape != flat[offset : offset + CHUNK_ELEMENTS].shape:
-                raise RemoteError(f"its sum of {wanted.name} has another shape or type")
+            stall_s = self._context.config.timing.stall_s
+            reply, frame = await self._context.link.ask(holder, request, m.SumCopy, stall_s=stall_s, progress=state.from_others)
+            if reply.total != total:
+                raise RemoteError(f"its sum of {wanted.name} has another length")
+            return frame
+
+        def require_finite(part: torch.Tensor) -> None:
             if not is_finite(part):
                 logger.error("step %d: the sum of %s from %s is not finite", message.step, wanted.name, holder.peer[:8])
                 raise RemoteError(f"its sum of {wanted.name} is not finite")
-            flat[offset : offset + CHUNK_ELEMENTS] = part
+
+        flat = torch.empty(total, dtype=self._context.compute.master_dtype)
+        await fetch_ranges(flat, CHUNK_ELEMENTS, fetch, what=f"its sum of {wanted.name}", check=require_finite)
         return flat
 
     async def _on_fetch(self, message: m.FetchTied, frame: Frame, progress: Progress) -> Frame:

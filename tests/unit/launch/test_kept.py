@@ -272,6 +272,9 @@ def test_a_directory_without_its_run_file_goes_on_with_its_own_run_alone(tmp_pat
     require_own(tmp_path, "a" * 64)
     with pytest.raises(ConfigError, match=r"of run aaaaaaaaaaaa and no run\.json, and this is run bbbbbbbbbbbb"):
         require_own(tmp_path, "b" * 64)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"run\.json was changed: the checkpoints there are of run aaaaaaaaaaaa"):
+        require_own(tmp_path, "b" * 64)
 
 
 def test_a_trainer_may_die_while_another_lives_and_its_metrics_go_on(tmp_path: Path) -> None:

@@ -59,9 +59,9 @@ def test_a_model_is_not_written_among_a_runs_state(mark: str, tmp_path: Path, ca
 @pytest.mark.parametrize("how", ["print('x' * 10**6)", "console().print('x' * 100)", "print('x')"])
 def test_who_stops_reading_ends_a_launcher_quietly(how: str) -> None:
     code = (
-        "import sys; from argparse import Namespace; from launch.processes.logs import console; "
+        "import sys; from launch.options import OutputOptions; from launch.processes.logs import console; "
         "from launch.processes.runner import main_of; "
-        "options = Namespace(log_format='text', log_level='info', quiet=False); "
+        "options = OutputOptions(log_format='text', log_level='info', quiet=False); "
         f"sys.exit(main_of('p', lambda words: options, lambda *_: {how} or 0, []))"
     )
     reader, writer = os.pipe()
@@ -130,6 +130,7 @@ def test_nobody_aggregates_for_a_run_that_uses_no_auxiliaries(run_file: Path, ca
             ["--join", "h:1", "--memory-limit", "-1GiB"],
             "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB",
         ),
+        ("launch_local", ["--memory-limit", "10"], "--memory-limit: '10' is too little for any stage"),
         ("launch_local", ["--memory-limit", "-1GiB"], "--memory-limit: '-1GiB' is no size such as 4GiB or 500MB"),
         ("launch_local", ["--trainers", "1025"], "--trainers: 1025 is more than 1024"),
     ],

@@ -264,3 +264,18 @@ def test_a_signal_during_the_start_gives_it_up_and_closes() -> None:
 
     assert run_peer(build, serves_until_stopped=True) == 130
     assert peers[0].calls == ["start", "close"]
+
+
+def test_a_limit_for_a_gpu_says_nothing_of_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from launch.arguments import LEAST_MEMORY_BYTES
+    from launch.processes import devices
+    from launch.stage import request_bytes
+    from swarm.stage.memory_plan import LEAST_IN_FLIGHT_BYTES
+
+    monkeypatch.setattr(devices, "available_memory", lambda: 400)
+    assert request_bytes(7, "cpu") == 7
+    assert request_bytes(7, "cuda:0") == request_bytes(None, "cpu") == request_bytes(None, "auto") == 100
+    for found, num_bytes in (("cpu", 7), ("cuda:1", 100)):
+        monkeypatch.setattr(devices, "resolve_device", lambda name, found=found: found)
+        assert request_bytes(7, "auto") == num_bytes
+    assert LEAST_MEMORY_BYTES == LEAST_IN_FLIGHT_BYTES

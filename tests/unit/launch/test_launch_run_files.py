@@ -24,8 +24,8 @@ def resolve(*argv: str):
     return resolve_plan(parse(list(argv)))
 
 
-def test_without_anything_the_run_is_the_preset() -> None:
-    config, plan = resolve("--preset", "tiny")
+def test_without_anything_the_run_has_the_defaults() -> None:
+    config, plan = resolve()
     assert config == RunConfig()
     assert (plan.peers_per_stage, plan.trainers) == (2, 1)
 
@@ -155,6 +155,12 @@ def test_a_state_directory_belongs_to_one_run(tmp_path: Path) -> None:
     require_same(config.to_bytes(), config, tmp_path)
     with pytest.raises(ConfigError, match="seed"):
         require_same(config.to_bytes(), RunConfig(seed=1), tmp_path)
+    indented = json.dumps(json.loads(config.to_bytes()), indent=2).encode()
+    with pytest.raises(ConfigError, match="was changed by hand: put the file back as it was"):
+        require_same(indented, config, tmp_path)
+    older = {key: value for key, value in json.loads(config.to_bytes()).items() if key != "packing"}
+    with pytest.raises(ConfigError, match="a run of another version"):
+        require_same(json.dumps(older).encode(), config, tmp_path)
 
 
 def test_a_state_directory_alone_names_its_run(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.replay_devices import TOLERANCES, Place, kinds_text, places, tolerance_between
+from launch.replay_devices import TOLERANCES, StageDevice, kinds_text, places, tolerance_between
 from swarm.stage.device import compute_as, kind_of
 
 CPU_ONLY = {"cpu": "cpu"}
@@ -15,18 +15,18 @@ BOTH = {"cuda": "cuda:1", "cpu": "cpu"}
 @pytest.mark.parametrize(
     ("recorded", "devices", "wanted", "found"),
     [
-        (["cpu", "cpu"], BOTH, None, [Place("cpu", "cpu")] * 2),
-        (["cuda", "cpu"], BOTH, None, [Place("cuda:1", "cuda"), Place("cpu", "cpu")]),
-        (["cuda-tf32", "cuda"], BOTH, None, [Place("cuda:1", "cuda-tf32"), Place("cuda:1", "cuda")]),
-        (["cuda-tf32", "cpu"], CPU_ONLY, None, [Place("cpu", "cpu")] * 2),
-        (["mps", None], BOTH, None, [Place("cuda:1", "cuda")] * 2),
-        ([None], CPU_ONLY, None, [Place("cpu", "cpu")]),
-        (["cpu", "cuda-tf32"], BOTH, "cuda:0", [Place("cuda:0", "cuda"), Place("cuda:0", "cuda-tf32")]),
-        (["cuda", "cpu"], BOTH, "cpu", [Place("cpu", "cpu")] * 2),
+        (["cpu", "cpu"], BOTH, None, [StageDevice("cpu", "cpu")] * 2),
+        (["cuda", "cpu"], BOTH, None, [StageDevice("cuda:1", "cuda"), StageDevice("cpu", "cpu")]),
+        (["cuda-tf32", "cuda"], BOTH, None, [StageDevice("cuda:1", "cuda-tf32"), StageDevice("cuda:1", "cuda")]),
+        (["cuda-tf32", "cpu"], CPU_ONLY, None, [StageDevice("cpu", "cpu")] * 2),
+        (["mps", None], BOTH, None, [StageDevice("cuda:1", "cuda")] * 2),
+        ([None], CPU_ONLY, None, [StageDevice("cpu", "cpu")]),
+        (["cpu", "cuda-tf32"], BOTH, "cuda:0", [StageDevice("cuda:0", "cuda"), StageDevice("cuda:0", "cuda-tf32")]),
+        (["cuda", "cpu"], BOTH, "cpu", [StageDevice("cpu", "cpu")] * 2),
     ],
 )
 def test_each_stage_is_computed_on_its_own_kind_if_it_is_here(
-    recorded: list[str | None], devices: dict[str, str], wanted: str | None, found: list[Place]
+    recorded: list[str | None], devices: dict[str, str], wanted: str | None, found: list[StageDevice]
 ) -> None:
     assert places(recorded, devices, wanted=wanted) == found
 

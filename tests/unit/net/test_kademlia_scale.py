@@ -1,4 +1,4 @@
-"""Many nodes, bad links, sudden deaths, joined networks and big stages: the real code, in virtual time.
+"""Many nodes, bad links, sudden deaths and joined networks: the real code, in virtual time.
 
 The last test uses real sockets, behind a proxy that loses a fifth of what they send.
 """
@@ -26,69 +26,6 @@ from swarm.wire.records import PeerRecord
 from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 BAD_LINKS = {"drop": 0.2, "duplicate": 0.1, "latency_s": (0.001, 0.05)}
-
-
-# ------------------------------------------------------------------ big stages
-
-
-def test_a_big_stage_is_sampled_evenly_in_few_short_datagrams():
-    async def main() -> None:
-        nodes = await spawn(12)
-        for seed in range(500):
-            await nodes[seed % 12].publish(KEY, signed(seed, ttl_s=3600.0))
-        before = {address: len(one.sent_sizes) for address, one in fabric().endpoints.items()}
-        seen: dict[str, int] = {}
-        for number in range(300):
-            sample = await nodes[number % 12].lookup(KEY, sample=20)
-            assert len({record.peer for record in sample}) == 20
-            for record in sample:
-                seen[record.peer] = seen.get(record.peer, 0) + 1
-        sizes = [size for address, one in fabric().endpoints.items() for size in one.sent_sizes[before[address] :]]
-        assert 1000 < max(sizes) < wire.MAX_DATAGRAM_BYTES
-        assert len(sizes) < 300 * 40, "a sample costs a few questions, not 500 records from each node"
-        # 12 times each on average; the benchmark draws 2,000 samples and asks for a factor of 2.
-        assert len(seen) >= 499
-        assert max(seen.values()) < 36
-        await close(*nodes)
-
-    run(main())
-
-
-def test_a_sample_of_a_small_stage_is_all_of_it_and_of_nothing_is_nothing():
-    async def main() -> None:
-        nodes = await spawn(4)
-        assert await nodes[0].lookup(KEY, sample=20) == []
-        for seed in range(15):
-            await nodes[seed % 4].publish(KEY, signed(seed))
-        for node in nodes:
-            assert len(await node.lookup(KEY, sample=20)) == 15
-            assert len(await node.lookup(KEY, sample=10)) == 10
-        await close(*nodes)
-        alone = make(77)
-        await alone.start([])
-        for seed in range(15):
-            await alone.publish(KEY, signed(seed))
-        assert len(await alone.lookup(KEY, sample=4)) == 4
-        await close(alone)
-
-    run(main())
-
-
-def test_a_node_that_shows_only_its_friends_cannot_fill_a_sample():
-    async def main() -> None:
-        nodes = await spawn(9)
-        for seed in range(200):
-            await nodes[seed % 9].publish(KEY, signed(seed))
-        friends = [wire.pack_record(signed(seed), 60.0) for seed in (500, 501)]
-        protocol(nodes[0])._handlers["sample"] = lambda *_: [[], friends, 200]
-        shown = 0
-        for _ in range(30):
-            sample = await nodes[5].lookup(KEY, sample=20)
-            shown += len({record.peer for record in sample} & {signed(500).peer, signed(501).peer})
-        assert shown <= 30 * 2, "two identities are at most two of twenty, however often they are shown"
-        await close(*nodes)
-
-    run(main())
 
 
 # ------------------------------------------------------------------ growth
@@ -144,7 +81,6 @@ def test_the_twin_does_as_well_on_bad_links():
             await node.publish(KEY, signed(seed))
         for number in range(200):
             assert len(await nodes[number % 16].lookup(KEY)) == 16
-            assert len(await nodes[number % 16].lookup(KEY, sample=5)) == 5
         for node in nodes:
             await node.close()
 

@@ -44,7 +44,7 @@ class Crossing:
         self.leaving: Tensors = {}
 
     def placeholder(self) -> torch.Tensor:
-        """Of shape [B, T, D]: stands for the embedding, which later stages lack. Nothing that is computed from it is used."""
+        """A tensor [B, T, D] in the place of the embedding, which later stages lack. Nothing that is computed from it is used."""
         hidden = self.entering[HIDDEN].detach()
         return hidden if self._streams is None else hidden.select(self._streams, 0)
 

@@ -24,7 +24,7 @@ from swarm.stage.memory_plan import memory_for
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one part."""
+    """What one part of a model costs."""
 
     num_trained: int = 0
     num_frozen: int = 0

@@ -137,7 +137,7 @@ class CausalLMStage(torch.nn.Module):
         return {"input_ids": ids} if self.is_first else {HIDDEN: hidden}, {"labels": ids} if self.is_last else None
 
     def largest_inputs(self, num_samples: int, sequence_length: int) -> dict[str, tuple[int, ...]]:
-        """Of what enters and has not the samples as its first dimension: routers' sums, and streams where they come first."""
+        """Shapes of what enters and has not the samples as its first dimension: routers' sums, and streams that come first."""
         largest: dict[str, tuple[int, ...]] = {}
         if self.balancing is not None:
             largest |= dict.fromkeys(("router_counts", "router_sums"), (self.balancing.num_experts,))

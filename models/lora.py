@@ -52,12 +52,12 @@ class LoraFactory:
 
     @property
     def config(self) -> Any:
-        """Of the Hugging Face model."""
+        """The configuration of the Hugging Face model."""
         return self.base.config
 
     @property
     def cost(self) -> ModelCost:
-        """Of the base, none of which is trained; adapters are small beside it."""
+        """What the base costs, none of which is trained; adapters are small beside it."""
         cut = self.base.cut
         return cost_of(cut.skeleton(), cut.anatomy, sequence_length=self._run.sequence_length, frozen=["*"])
 

@@ -146,7 +146,7 @@ class Balancing:
         return {} if counts is None or probabilities is None else {"router_counts": counts, "router_sums": probabilities}
 
     def loss(self, sums: Tensors) -> torch.Tensor | float:
-        """Of a micro-batch, times its coefficient."""
+        """The balancing loss of a micro-batch, times its coefficient."""
         if not sums:
             return 0.0
         counts, probabilities = sums["router_counts"], sums["router_sums"]

@@ -26,14 +26,14 @@ MAX_FILES = 20
 LONG_FILES = {"swarm/wire/messages.py"}
 #: Attributes of other libraries' objects that are set here, because these libraries offer no other way: file -> writes.
 LIBRARY_WRITES = {
-    "launch/plan.py": {"out.width"},
+    "launch/options.py": {"setattr(namespace, self.dest, {**getattr(namespace, self.dest), self.const: values})"},
     "models/boundary.py": {"base.project_per_layer_inputs", "base.get_per_layer_inputs"},
     "models/causal_lm.py": {
         "stage.get_parameter(name).data",
         "parameter.data",
         "setattr(stage.get_submodule(parent), attribute, present[owner])",
     },
-    "models/cut.py": {"setattr(base, name, _absent(getattr(base, name)))"},
+    "models/cut.py": {"setattr(base, name, _absent(getattr(base, name)))", "module.draws_at_random"},
     "models/lora.py": {
         "config.inference_mode",
         "setattr(module.get_submodule(parent), attribute, QuantizedLinear(linear, bits))",
@@ -41,7 +41,6 @@ LIBRARY_WRITES = {
     "models/loss.py": {"setattr(lm, base_name, self._given)"},
     "models/masks.py": {"masking_utils.find_packed_sequence_indices", "masking_utils.is_tracing"},
     "models/quantized.py": {"torch.compile", "ctx.layer"},
-    "swarm/base/buffers.py": {"weakref.finalize(borrowed, self._give_back, buffer).atexit"},
     "swarm/feed/order.py": {"order.flags.writeable"},
     "swarm/net/http/server.py": {"self.response.content_length"},
     "swarm/stage/compute.py": {"block.forward"},

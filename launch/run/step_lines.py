@@ -22,5 +22,5 @@ def goes_on_text(line: Mapping[str, Any], total_steps: int) -> str:
 
 
 def loss_text(line: Mapping[str, Any]) -> str:
-    """Of a step that was skipped there is none."""
+    """The loss with four digits; a step that was skipped has none."""
     return "none" if line["loss"] is None else f"{line['loss']:.4f}"

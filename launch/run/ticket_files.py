@@ -29,7 +29,7 @@ MAX_LINES = 1024
 
 
 class TicketFiles:
-    """Of one trainer."""
+    """The ticket files that one trainer writes."""
 
     def __init__(self, state_dir: Path, config: RunConfig) -> None:
         self._directory = state_dir / DIRECTORY

@@ -30,7 +30,7 @@ class Conversion:
         self._wanted = {name: tensor for name, tensor in lm.state_dict().items()}
         self._rename, self._rules = _rules_of(lm)
 
-    def recipes(self, names: Iterable[str]) -> tuple[list[TensorConversion], list[str]]:
+    def conversions(self, names: Iterable[str]) -> tuple[list[TensorConversion], list[str]]:
         """What the tensors `names` of the files make, and those of them that make nothing."""
         found: dict[str, TensorConversion] = {}
         unknown = []
@@ -41,24 +41,24 @@ class Conversion:
                 continue
             rule = self._rules.get(pattern) if pattern is not None else None
             made = (target,) if rule is None else _targets(target, rule, self._wanted)
-            recipe = found.setdefault(target, TensorConversion(made, rule=rule))
-            recipe.sources.append((name, pattern or name))
+            conversion = found.setdefault(target, TensorConversion(made, rule=rule))
+            conversion.sources.append((name, pattern or name))
         return list(found.values()), unknown
 
     def target_of(self, name: str) -> str:
         """What the tensor `name` of the files would be called in the model."""
         return self._rename(name)[0]
 
-    def make(self, recipe: TensorConversion, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def make(self, conversion: TensorConversion, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Parameters by name.
 
         Args:
-            tensors: those of `recipe.sources`, by name.
+            tensors: those of `conversion.sources`, by name.
         """
-        rule = deepcopy(recipe.rule)
-        for name, pattern in recipe.sources:
-            rule.add_tensor(recipe.makes[0], name, pattern, tensors[name])
-        made = rule.convert(recipe.makes[0], model=self._lm, config=self._lm.config)
+        rule = deepcopy(conversion.rule)
+        for name, pattern in conversion.sources:
+            rule.add_tensor(conversion.makes[0], name, pattern, tensors[name])
+        made = rule.convert(conversion.makes[0], model=self._lm, config=self._lm.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

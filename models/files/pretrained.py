@@ -70,18 +70,18 @@ class PretrainedFactory:
         #: What of the files is not used, and why: for whoever started this.
         self.remarks: list[str] = []
         #: How each parameter comes from the files' tensors.
-        self._recipes = self._account(self._shards) if self._shards is not None else {}
+        self._conversions = self._account(self._shards) if self._shards is not None else {}
         for remark in self.remarks:
             logger.warning("%s", remark)
 
     @property
     def config(self) -> Any:
-        """Of the Hugging Face model."""
+        """The configuration of the Hugging Face model."""
         return self.cut.config
 
     @property
     def cost(self) -> ModelCost:
-        """Of each layer, of the embedding and of the head."""
+        """What each layer, the embedding and the head cost."""
         return self.cut.cost
 
     @property
@@ -93,8 +93,8 @@ class PretrainedFactory:
         """Strict in both directions; a head that is tied to the embedding may be left out, or be there twice."""
         require_full_precision(shards.source.name, read_config(shards.source), dict.fromkeys(shards.names))
         present = [name for name in shards.names if not _COMPUTED.search(name)]
-        recipes, unknown = self._conversion.recipes(present)
-        made = {name: recipe for recipe in recipes for name in recipe.makes}
+        conversions, unknown = self._conversion.conversions(present)
+        made = {name: conversion for conversion in conversions for name in conversion.makes}
         left_out = self._left_out(unknown)
         unexpected = [name for name in unknown if name not in left_out]
         missing = sorted(self._names - made.keys())
@@ -158,8 +158,8 @@ class PretrainedFactory:
         shards = self._shards
         targets = {self._file_name(name): target for name, target in into.items()}
         takers = {self._file_name(name): taker for name, taker in (take or {}).items()}
-        recipes = {id(r): r for name in (*targets, *takers) if (r := self._recipes.get(name)) is not None}
-        needed = {name: recipe for recipe in recipes.values() for name, _ in recipe.sources}
+        conversions = {id(r): r for name in (*targets, *takers) if (r := self._conversions.get(name)) is not None}
+        needed = {name: conversion for conversion in conversions.values() for name, _ in conversion.sources}
         blocks = {block_of(name) for name in needed}
         names = [name for name in sorted(shards.names) if block_of(name) in blocks]
         by_file = sorted({shards.file_of(name) for name in names} & self._run.weights.keys())
@@ -167,10 +167,10 @@ class PretrainedFactory:
         if by_file:
             names = sorted(needed)
         entries = {name: shards.entry(name) for name in names}
-        for name, recipe in needed.items():
-            self._require_values(name, entries[name], [targets[x] for x in recipe.makes if x in targets])
-            if recipe.rule is None and recipe.makes[0] in targets:
-                _require_shape(recipe.makes[0], entries[name].shape, targets[recipe.makes[0]], str(entries[name].path))
+        for name, conversion in needed.items():
+            self._require_values(name, entries[name], [targets[x] for x in conversion.makes if x in targets])
+            if conversion.rule is None and conversion.makes[0] in targets:
+                _require_shape(conversion.makes[0], entries[name].shape, targets[conversion.makes[0]], str(entries[name].path))
         leaves: dict[str, tuple[ShardEntry, bytes]] = {}
         gathered: dict[str, torch.Tensor] = {}
         for name, entry in entries.items():
@@ -195,20 +195,20 @@ class PretrainedFactory:
 
     def _make(
         self,
-        recipe: TensorConversion,
+        conversion: TensorConversion,
         tensors: dict[str, torch.Tensor],
         targets: Mapping[str, torch.Tensor],
         takers: Mapping[str, Callable[[torch.Tensor], None]],
     ) -> None:
         """Hand over what the files' `tensors` make."""
-        if recipe.rule is None:
-            made = {recipe.makes[0]: tensors[recipe.sources[0][0]]}
+        if conversion.rule is None:
+            made = {conversion.makes[0]: tensors[conversion.sources[0][0]]}
         else:
             try:
-                made = self._conversion.make(recipe, tensors)
+                made = self._conversion.make(conversion, tensors)
             except (RuntimeError, ValueError, IndexError) as error:  # a part is missing, or of another shape
                 reason = " ".join(str(error).split())[:200]
-                what = f"the {len(tensors)} tensors that make {recipe.makes[0]}"
+                what = f"the {len(tensors)} tensors that make {conversion.makes[0]}"
                 raise ConfigError(f"model {self._source_name}: {what} do not fit together: {reason}") from None
         for name, value in made.items():
             if name in takers:

@@ -173,7 +173,7 @@ class Shards:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of every tensor that the index names."""
+        """The names of all tensors in the index."""
         return frozenset(self._files)
 
     @property

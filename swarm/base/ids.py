@@ -66,7 +66,7 @@ def parse_address(text: str, *, default_host: str = "127.0.0.1") -> Address:
         ValueError: if there is no port or it is not in 0..65535.
     """
     host, separator, port = text.rpartition(":")
-    bare_v6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not separator or bare_v6 or not port.isdigit() or not 0 <= int(port) <= 65535:
+    without_brackets = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not separator or without_brackets or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise ValueError(f"{text!r} is not HOST:PORT")
     return Address(host.strip("[]") or default_host, int(port))

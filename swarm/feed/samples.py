@@ -111,7 +111,7 @@ class ArraySamples:
                 digest.update(array.tobytes())
 
     def token_bounds(self) -> tuple[int, int] | None:
-        """Of `input_ids` and of `labels` that are trained."""
+        """The smallest and the largest token of `input_ids` and of the `labels` that are trained; None without tokens."""
         if "input_ids" not in self.inputs:
             return None
         labels = self.labels.get("labels", np.empty(0, np.int64))

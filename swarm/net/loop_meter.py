@@ -14,7 +14,7 @@ WINDOW_S = 30.0
 
 
 class LoopMeter:
-    """Of the loop on which it is started."""
+    """Measures the event loop on which it is started."""
 
     def __init__(self) -> None:
         self._before_s = self._worst_s = 0.0

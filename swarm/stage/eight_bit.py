@@ -22,7 +22,7 @@ _NOTHING = 1e-30
 
 @cache
 def values_of(*, signed: bool, device: torch.device) -> torch.Tensor:
-    """fp32 [256], ascending: equal steps in each decade, twice as many in each larger one; 0 and 1 besides."""
+    """The code's values, fp32 [256], ascending: equal steps in each decade, twice as many in each larger one; 0 and 1 too."""
     found = [0.0, 1.0]
     for decade in range(_DECADES):
         num_steps = 2 ** (decade if signed else decade + 1)

@@ -41,7 +41,7 @@ def _bucket_tops(values: np.ndarray) -> np.ndarray:
 
 
 def decode(payload: np.ndarray, num_elements: int, num_kept: int) -> torch.Tensor:
-    """fp32 [num_elements]; 0 where nothing was kept.
+    """The values, fp32 [num_elements]; 0 where nothing was kept.
 
     Raises:
         RemoteProtocolError: if another number of elements is kept.

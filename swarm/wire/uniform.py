@@ -23,6 +23,6 @@ def encode(flat: np.ndarray) -> np.ndarray:
 
 
 def decode(payload: np.ndarray) -> np.ndarray:
-    """fp32 [n]."""
+    """The values, fp32 [n]."""
     codebook = payload[-CODEBOOK_BYTES:].copy().view(np.float32)
     return codebook[payload[:-CODEBOOK_BYTES]]

@@ -320,7 +320,7 @@ class RecordStorage(IStorage):
         return default if records is None else list(records.held.values())
 
     def iter_older_than(self, seconds_old: float) -> list[tuple[str, StoredRecord]]:
-        """(key, record) of all that nobody stored here in the last `seconds_old` seconds."""
+        """Pairs (key, record) that nobody stored here in the last `seconds_old` seconds."""
         touched_before = self._now() - seconds_old
         return [(key, held) for key, held in self if held.touched_at <= touched_before]
 

@@ -10,7 +10,7 @@ import torch
 
 from swarm.base.errors import RemoteError
 from swarm.peer.link import Refuse
-from swarm.peer.stage.tied_sums import CHUNK_ELEMENTS, part_of
+from swarm.peer.stage.sum_copies import CHUNK_ELEMENTS, part_of
 from swarm.peer.trainer.evaluation import MAX_ATTEMPTS, Evaluator
 from swarm.stage.executor import Priority
 from swarm.stage.memory_plan import KEPT_SUMS

@@ -91,11 +91,11 @@ class RunConfig(BaseModel):
         description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too; "
         "package.module:name is the owner's own",
     )
-    learning_rate: float = Field(3e-3, ge=1e-12, le=10, description="peak learning rate of AdamW")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, le=1, description="AdamW epsilon")
-    weight_decay: float = Field(0.01, ge=0, le=100, description="AdamW decoupled weight decay")
+    learning_rate: float = Field(3e-3, ge=1e-12, le=10, description="peak learning rate of the optimizer")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, le=1, description="added to the root of the second moment")
+    weight_decay: float = Field(0.01, ge=0, le=100, description="decoupled weight decay")
     max_grad_norm: float = Field(1.0, ge=1e-6, description="global gradient norm over all stages is clipped to this")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")

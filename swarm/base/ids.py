@@ -36,7 +36,7 @@ class Ticket(NamedTuple):
     """One micro-batch of the run's one global data order: micro-batch `index` of optimizer step `step`."""
 
     step: int
-    index: int  # type: ignore[assignment]  # shadows tuple.index on purpose: DESIGN's word
+    index: int  # type: ignore[assignment]  # shadows tuple.index on purpose: the wire's word
 
 
 class Ballot(NamedTuple):

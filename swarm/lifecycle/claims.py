@@ -67,7 +67,7 @@ class ClaimBook:
                 self._overflowed.setdefault(index, set()).add(seal.member.key)
 
     def ask(self, member: Member, index: int) -> ClaimAnswer:
-        """ClaimAnswer the claim of one member on one ticket."""
+        """Answer the claim of one member on one ticket."""
         if not self.is_collected:
             return ClaimAnswer("denied", "the ledgers are being collected")
         if member.key not in self.members:

@@ -86,7 +86,10 @@ def decide(
     reopened: int = 0,
     moves: tuple[Move, ...] = (),
 ) -> CommitRecord:
-    """Return the record after `previous`; its `version_id` is a function of `previous.version_id` and the averages alone.
+    """Return the record after `previous`.
+
+    Its `version_id` is a hash of that of `previous`, the step, the sums and the clipping. The learning rate need not be in
+    it: it follows from the step.
 
     Raises:
         InternalError: if a stage does not cover exactly the step's tickets, or the stages disagree on tokens or on

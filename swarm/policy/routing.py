@@ -27,15 +27,17 @@ class _Peer:
     num_assigned: int = 0
     #: Samples reserved before anyone of the stage was measured.
     num_uncharged: int = 0
-    weighted_s: float = 0.0
-    weight: float = 0.0
+    #: Moving average of seconds a sample, not yet divided by its mass.
+    average_s: float = 0.0
+    #: Sum of that average's weights, which is below 1 at first.
+    average_mass: float = 0.0
     num_failures: int = 0
     banned_until: float = 0.0
 
     @property
     def seconds_per_sample(self) -> float | None:
         """Bias-corrected exponential moving average, or None until measured."""
-        return self.weighted_s / self.weight if self.weight else None
+        return self.average_s / self.average_mass if self.average_mass else None
 
 
 class Router(Protocol):
@@ -80,7 +82,7 @@ class StageRouter:
         self._rng = rng
         self._max_ban_s = max_ban_s
         self._peers: dict[MemberKey, _Peer] = {}
-        #: (assigned work in s, assigned before anyone was measured, random tie, peer)
+        #: (assigned work in s, number of micro-batches assigned, random tie, peer); until anyone is measured the number decides.
         self._heap: list[tuple[float, int, float, MemberKey]] = []
 
     def set_members(self, keys: Iterable[MemberKey]) -> None:
@@ -164,8 +166,8 @@ class StageRouter:
         if peer is None:
             return
         first = peer.seconds_per_sample is None
-        peer.weighted_s = (1 - EMA_ALPHA) * peer.weighted_s + EMA_ALPHA * seconds / max(1, num_samples)
-        peer.weight = (1 - EMA_ALPHA) * peer.weight + EMA_ALPHA
+        peer.average_s = (1 - EMA_ALPHA) * peer.average_s + EMA_ALPHA * seconds / max(1, num_samples)
+        peer.average_mass = (1 - EMA_ALPHA) * peer.average_mass + EMA_ALPHA
         peer.num_failures = 0
         if first:  # what was reserved before anyone was measured cost nothing: charged now
             peer.assigned_work_s += peer.num_uncharged * (peer.seconds_per_sample or 0.0)

@@ -81,7 +81,10 @@ SPARSE_CODECS: frozenset[Codec] = frozenset({"sparse4"})
 
 
 class Piece(BaseModel):
-    """Base of everything inside a message."""
+    """Base of everything inside a message.
+
+    An alias is the name that the wire and files keep for a field that has another name here.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True)
 

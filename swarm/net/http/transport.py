@@ -1,6 +1,6 @@
 """The transport over HTTP/1.1: one POST path, a body that is one frame, an answer that is a stream of frames.
 
-Puts the parts together: `http_server` and `http_client` own aiohttp's two sides, `http_frames` reads what they receive.
+Puts the parts together: `server` and `client` own aiohttp's two sides, `frames` reads what they receive.
 Bodies land in memory that is used again, and leave without being joined (`benchmarks/network/dataplane.py` has the figures).
 """
 

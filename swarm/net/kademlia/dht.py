@@ -1,9 +1,8 @@
 """The discovery interface over UDP with Kademlia: one node that shares its port number with the peer's HTTP transport.
 
-Owns the socket and the public face. Read on in `kademlia_server` (upkeep), `kademlia_lookups` and
-`kademlia_crawl` (reading), `kademlia_rpc` and `kademlia_calls` (asking), `kademlia_answers` (answering),
-`datagram_socket` (sending), `kademlia_routing` and `known_addresses` (who is there, and how far), `record_storage`
-(records). Must not know what records mean.
+Owns the socket and the public face. Read on, in this folder, in `server` (upkeep), `lookups` and `crawl` (reading), `rpc`
+and `calls` (asking), `answers` (answering), `datagram_socket` (sending), `routing` and `known_addresses` (who is there, and
+how far), `record_storage` (records). Must not know what records mean.
 """
 
 from __future__ import annotations

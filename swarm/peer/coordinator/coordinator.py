@@ -220,7 +220,7 @@ class Coordinator:
 
     async def _recover(self) -> None:
         """Ask the members, after an election, what they hold of the open steps, so that nothing is computed twice."""
-        if self.ballot.counter > 1:
+        if self.ballot.counter > 1:  # before the first ballot nobody has begun a step
             with self.leasing.recovering():
                 for step, pool in self.leasing.pools.items():
                     gathered = await self._leads.gather_all(step, freeze=False)
@@ -248,7 +248,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ one step
 
     async def _end_step(self, step: int) -> None:
-        """Take `step` from open tickets to its record: collect, seal, average, decide; any failure raises the attempt.
+        """Take `step` from open tickets to its record: collect, seal, average, decide; after any failure a higher attempt begins.
 
         Nothing is done if an operator stops the run while it is paused before `step`.
         """

@@ -1,6 +1,7 @@
 """Who coordinates: watches the coordinator, stands for election when there is none, and serves its requests.
 
-Runs in every backbone and trainer. Elections order coordinators by ballot; what was decided comes from the members. While a
+Runs in every backbone and trainer. An election asks one member of each stage to promise its ballot; no majority is needed, and
+what a partition then does is in `lifecycle/PROTOCOL.md`. What was decided before comes from the members. While a
 stage has nobody, one candidate waits in the coordinator's place (`candidacy.py`) instead of all out-bidding each other.
 """
 

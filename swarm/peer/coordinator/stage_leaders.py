@@ -76,18 +76,18 @@ class StageLeaders:
                 return False
         return True
 
-    async def check(self, step: int, moves: object) -> None:
+    async def check(self, step: int, advance: object) -> None:
         """Replace a leader that is gone now, not at the seal; sooner if some ticket was not accumulated.
 
-        If a leader is gone, or `moves` stands still, all members of all stages are looked at, at once: who is gone may hold
+        If a leader is gone, or `advance` stands still, all members of all stages are looked at, at once: who is gone may hold
         claims on what is missing.
 
         Args:
             step: is being ended.
-            moves: what should change from one check to the next; None if nothing should.
+            advance: what should change from one check to the next; None if nothing should.
         """
         stages = range(self._leadership.config.num_stages)
-        everyone = moves is not None and self._stillness.is_due((step, moves), now=self._leadership.now)
+        everyone = advance is not None and self._stillness.is_due((step, advance), now=self._leadership.now)
         gone = [] if everyone else await together(*(self._leader_is_gone(stage) for stage in stages))
         if not everyone and not any(gone):
             return

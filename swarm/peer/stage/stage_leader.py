@@ -94,7 +94,7 @@ class StageLeader:
         return book
 
     async def _take_back(self, book: ClaimBook, index: int, holder: m.Member, progress: Progress) -> None:
-        """Ask the holder for its unused claim; one that cannot be reached is excluded for this step."""
+        """Ask the holder for its unused claim; one that does not answer, or refuses, is excluded for this step."""
         request = m.Revoke(
             run=self._context.link.context.run, stage=self._context.stage, step=book.step, attempt=book.attempt, index=index
         )

@@ -88,7 +88,7 @@ class TicketRetries:
         batch = self._feed.batch(ticket)
         tensors, buffers = payload_of(batch)
         loop = asyncio.get_running_loop()
-        downstream: dict[int, str] = {}
+        served_by: dict[int, str] = {}
         backoff = 0.1
         num_failed = 0
         give_up_at = math.inf  # counted from the first failure: how long a good one takes is the model's affair
@@ -98,7 +98,7 @@ class TicketRetries:
                 version_id = self._version_for(ticket.step)
                 is_recorded = self._on_ticket is not None and is_replayable(self._config, ticket.step)
                 trained, again = await self._route_trips.train(
-                    ticket, version_id, tensors, buffers, downstream, avoid, with_norms=is_recorded
+                    ticket, version_id, tensors, buffers, served_by, avoid, with_norms=is_recorded
                 )
                 self.num_retries += again
                 if trained.overflow and ticket not in self._avoid:
@@ -106,7 +106,7 @@ class TicketRetries:
                     self._avoid[ticket] = frozenset(hop.peer for hop in trained.hops)
                     through = ", ".join(hop.peer[:8] for hop in trained.hops)
                     logger.warning("ticket %s: not finite on its way through %s; asking others", tuple(ticket), through)
-                    downstream.clear()
+                    served_by.clear()
                     self.num_retries += 1
                     continue
                 if self._on_ticket is not None and is_recorded:

@@ -41,7 +41,7 @@ class RouteTrips:
         version_id: str,
         tensors: Specs,
         buffers: Sequence[Buffer],
-        downstream: dict[int, str],
+        served_by: dict[int, str],
         avoid: frozenset[str],
         *,
         with_norms: bool = False,
@@ -51,7 +51,7 @@ class RouteTrips:
         Args:
             ticket, version_id: of the micro-batch, and of the parameters that it uses.
             tensors, buffers: its samples.
-            downstream: who served each stage the last time; asked first, and brought up to date.
+            served_by: who served each stage the last time; asked first, and brought up to date.
             avoid: peers that are asked last.
             with_norms: the stages tell the norms of what they compute.
 
@@ -61,7 +61,7 @@ class RouteTrips:
         Raises:
             RemoteError: nobody could take it; of stage 0 the wiring knows who failed.
         """
-        route, result = await self._one("train", ticket, version_id, tensors, buffers, downstream, avoid, with_norms or None)
+        route, result = await self._one("train", ticket, version_id, tensors, buffers, served_by, avoid, with_norms or None)
         self.wiring.observe(route, result.trained.hops, _num_samples(tensors))
         self._round_trips.add(result.seconds, result.trained.hops)
         return result.trained, len(result.failed) + sum(len(hop.failed) for hop in result.trained.hops)
@@ -82,17 +82,17 @@ class RouteTrips:
         version_id: str,
         tensors: Specs,
         buffers: Sequence[Buffer],
-        downstream: dict[int, str],
+        served_by: dict[int, str],
         avoid: frozenset[str],
         with_norms: bool | None = None,
     ) -> tuple[m.Route, HopResult]:
         loop = asyncio.get_running_loop()
         context, num_samples = self._link.context, _num_samples(tensors)
         await self.wiring.settled()
-        route = self.wiring.route(num_samples, now=loop.time(), downstream=downstream, avoid=avoid)
+        route = self.wiring.route(num_samples, now=loop.time(), served_by=served_by, avoid=avoid)
         if isinstance(route, int):
             raise RemoteError(f"stage {route} has no peer that may be tried now")
-        downstream.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
+        served_by.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
 
         def request(remaining: m.Route) -> m.Train:
             if self.wiring.is_outdated(remaining):
@@ -130,7 +130,7 @@ class RouteTrips:
         for member, _, waited_s in result.failed:
             failed(0, member.peer, waited_s)
         for hop in result.trained.hops:
-            downstream[hop.stage] = hop.peer
+            served_by[hop.stage] = hop.peer
             for member in [x for x in route[hop.stage] if x.peer == hop.peer]:
                 self._link.presence.heard(member)
             for peer, _ in hop.failed:

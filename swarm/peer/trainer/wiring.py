@@ -31,7 +31,7 @@ class Wiring:
         self._presence.liveness.set_groups(self._members)
 
     def route(
-        self, num_samples: int, *, now: float, downstream: dict[int, str] | None = None, avoid: frozenset[str] = frozenset()
+        self, num_samples: int, *, now: float, served_by: dict[int, str] | None = None, avoid: frozenset[str] = frozenset()
     ) -> m.Route | int:
         """Choose candidates for every stage; else return the first stage that has none at `now`.
 
@@ -40,12 +40,12 @@ class Wiring:
         Args:
             num_samples: size of the micro-batch, for the work that is reserved.
             now: seconds on the trainer's clock.
-            downstream: for a re-issued ticket, the peer that served each stage before: it is asked first.
+            served_by: for a re-issued ticket, the peer that served each stage before: it is asked first.
             avoid: peers that are asked last.
         """
         route = []
         for stage, router in enumerate(self._routers):
-            peer = (downstream or {}).get(stage)
+            peer = (served_by or {}).get(stage)
             first = next((key for key in self._members[stage] if key[0] == peer and peer not in avoid), None)
             if first is None and avoid:
                 first = next((key for key in self._members[stage] if key[0] not in avoid), None)

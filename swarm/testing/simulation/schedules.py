@@ -119,13 +119,13 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        version_id = (
+        first_line = (
             f"Schedule.draw({self.seed}{', tied=True' if self.tied else ''}): {self.num_stages} stages x "
             f"{self.peers_per_stage} peers, {self.trainers} trainers, "
             f"{self.backbones} backbones, delay {self.delay_steps}, drop {self.drop}, duplicate {self.duplicate}, "
             f"late {self.late_s} s"
         )
-        return "\n  ".join([version_id, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
+        return "\n  ".join([first_line, *(f"{f.at_s:6.3f} s {f.kind} for {f.for_s} s, choice {f.choice}" for f in self.faults)])
 
 
 def _keeps_up(peer: StagePeer, other: StagePeer) -> bool:

@@ -22,14 +22,15 @@ from swarm.testing.simulation.schedules import run_seeds
 PROGRESS_EVERY = 100
 
 
-def simulated(num_schedules: int, *, first_seed: int, workers: int) -> int:
+def simulated(num_schedules: int, *, first_seed: int, workers: int, tied: bool) -> int:
     """Run the schedules, print and write the result; returns the number of violations."""
     began = time.monotonic()
-    facts: dict[str, Any] = {**machine(), "first_seed": first_seed, "schedules": num_schedules, "workers": workers}
+    facts: dict[str, Any] = {**machine(), "first_seed": first_seed, "schedules": num_schedules, "workers": workers, "tied": tied}
     faults: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     cpu_s = 0.0
-    for count, result in enumerate(run_seeds(range(first_seed, first_seed + num_schedules), workers=workers), start=1):
+    seeds = range(first_seed, first_seed + num_schedules)
+    for count, result in enumerate(run_seeds(seeds, workers=workers, tied=tied), start=1):
         faults.update(result.faults)
         cpu_s += result.cpu_s
         if result.violation:
@@ -39,7 +40,12 @@ def simulated(num_schedules: int, *, first_seed: int, workers: int) -> int:
             print(f"{count} schedules, {len(violations)} violations, {time.monotonic() - began:.0f} s", flush=True)
     facts |= {"violations": len(violations), "seconds": round(time.monotonic() - began), "cpu_seconds": round(cpu_s)}
     rows = [{"fault": kind, "injected": count} for kind, count in faults.most_common()]
-    publish("chaos_simulated", facts=facts, tables={"faults injected": rows}, details={"violations": violations})
+    publish(
+        "chaos_simulated_tied" if tied else "chaos_simulated",
+        facts=facts,
+        tables={"faults injected": rows},
+        details={"violations": violations},
+    )
     return len(violations)
 
 
@@ -50,6 +56,7 @@ def main() -> int:
     how.add_argument("--real", action="store_true", help="real processes instead; takes the options of chaos_real.py")
     parser.add_argument("--first-seed", type=int, default=0, metavar="SEED", help="seed of the first (default 0)")
     parser.add_argument("--workers", type=int, default=2, metavar="P", help="processes, one core each (default 2)")
+    parser.add_argument("--tied", action="store_true", help="the first and the last stage share a parameter")
     arguments, others = parser.parse_known_args()
     if arguments.real:
         from benchmarks.faults.chaos_real import main as real
@@ -57,7 +64,8 @@ def main() -> int:
         return real(others)
     if others:
         parser.error(f"unknown: {' '.join(others)}")
-    return 1 if simulated(arguments.simulated, first_seed=arguments.first_seed, workers=arguments.workers) else 0
+    violations = simulated(arguments.simulated, first_seed=arguments.first_seed, workers=arguments.workers, tied=arguments.tied)
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

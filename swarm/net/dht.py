@@ -1,7 +1,8 @@
 """The discovery interface: keys that hold many signed records, one per peer, each with a life of its own.
 
 `kademlia/dht` (UDP) and `swarm/testing/memory_dht` (virtual time) implement it; one contract suite runs on both.
-What is found is a hint and never a decision: a record may be missing, or up to its time-to-live old. Must not know what records are for.
+What is found is a hint and never a decision: a record may be missing, or up to its time-to-live old. Must not know
+what records are for.
 """
 
 from __future__ import annotations

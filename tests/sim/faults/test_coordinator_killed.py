@@ -90,7 +90,7 @@ def test_the_step_completes_when_the_coordinator_is_killed(phase, backbones):
         await phase(simulation, kill)
         # A step that was decided already is complete; then the next one must not take longer either.
         awaited = STEP + 2 if phase is all_were_told else STEP + 1
-        members = [peer.member for peer in simulation.stage_peers()]
+        members = [peer.committed for peer in simulation.stage_peers()]
         await until(lambda: all(x.num_commits >= awaited for x in members), "everyone has the record")
         took = asyncio.get_running_loop().time() - killed_at
         assert took <= WITHIN_S, f"step {awaited - 1} completed {took:.2f} s after the coordinator was killed"

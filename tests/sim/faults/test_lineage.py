@@ -664,7 +664,7 @@ def test_an_isolated_coordinator_that_re_elects_itself_for_minutes_and_then_heal
         await committed(simulation, 1)
         name = next(n for n, node in simulation.nodes.items() if simulation.coordinates(node))
         simulation.isolate(simulation.nodes[name])
-        await asyncio.sleep(200.0)
+        await asyncio.sleep(100.0)
         simulation.rejoin(simulation.nodes[name])
         await asyncio.sleep(30.0)
         await simulation.finish()

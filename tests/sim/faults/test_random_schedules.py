@@ -1,4 +1,4 @@
-"""Promises 1 to 4 and the invariants under random faults: the first 24 seeds; `benchmarks/faults/chaos.py` runs thousands."""
+"""Promises 1 to 4 and the invariants under random faults: the first 16 seeds; `benchmarks/faults/chaos.py` runs thousands."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import pytest
 
 from swarm.testing.simulation.schedules import KINDS, Result, Schedule, run_schedule, run_seeds
 
-NUM_SCHEDULES = 24
+#: 21 is the first with a partition.
+SEEDS = (*range(16), 21)
 TWICE = 5
 
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
     """Of each schedule, in a process of their own; and of one again."""
-    return list(run_seeds([*range(NUM_SCHEDULES), TWICE], workers=1))
+    return list(run_seeds([*SEEDS, TWICE], workers=1))
 
 
 def test_promises_hold_under_random_faults(results):

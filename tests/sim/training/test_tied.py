@@ -17,7 +17,7 @@ from swarm.testing.simulation.simulation import Simulation, check
 from swarm.testing.simulation.small_model import one_process, small_config
 from swarm.testing.virtual_time import run_virtual
 
-NUM_SCHEDULES = 8
+NUM_SCHEDULES = 6
 
 
 def test_tied_copies_are_bit_equal_over_20_steps_and_losses_those_of_one_process(tmp_path):

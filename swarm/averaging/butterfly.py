@@ -53,9 +53,9 @@ class Butterfly(Reduction):
 
     def _encode(self, start: int, end: int) -> CodedChunk | None:
         """This member's part of a chunk of another one's slice."""
-        if self._part.values is None:
+        if self._vector.values is None:
             return None
-        payload = self._part.code.encode(self._part.values[start:end])
+        payload = self._vector.code.encode(self._vector.values[start:end])
         if self._counted is not None:
             decode_tensor(*payload, out=self._counted[start:end])
         return payload
@@ -69,8 +69,8 @@ class Butterfly(Reduction):
         if len(self.members) > 1:
             await self._exchange_all(exchange)
             return Sum(self._flat, self._counted, self._bounds[self.me], self._lost)
-        values, carry = self._part.values, self._part.carry
-        total = torch.zeros(self._part.num_elements, dtype=self._dtype) if values is None else values
+        values, carry = self._vector.values, self._vector.carry
+        total = torch.zeros(self._vector.num_elements, dtype=self._dtype) if values is None else values
         if carry is not None:
             total = total + carry
         if self._lost is None:
@@ -128,7 +128,7 @@ class Butterfly(Reduction):
         for number, (start, end) in numbers:
             if self._failure is not None:
                 raise self._failure
-            if arrived is None and not self._part.code.is_lossy:
+            if arrived is None and not self._vector.code.is_lossy:
                 part = self._encode(start, end)
             else:
                 part = await self._run_job(partial(self._take_and_encode, j, arrived, start, end))

@@ -28,8 +28,8 @@ from swarm.wire.messages import BLOCK_SIZE, SPARSE_CODECS, Codec, Member, Tensor
 #: The largest slice travels in about so many chunks, unless they would be small. The more there are, the longer the way out
 #: and the way back overlap.
 NUM_CHUNKS = 16
-#: There are fewer chunks where a round takes less than `CHUNK_S` seconds for each: on fast lines requests count, which take
-#: half a millisecond of CPU each. There are never fewer than `MIN_CHUNKS`.
+#: A chunk should take `CHUNK_S` seconds: on fast lines there are fewer chunks, since each is a request, which takes half a
+#: millisecond of CPU. There are never fewer than `MIN_CHUNKS`.
 CHUNK_S, MIN_CHUNKS = 0.16, 4
 #: An auxiliary's slice travels in more chunks: its line carries parts in, and sums out, only while both are under way.
 NUM_AUXILIARY_CHUNKS = 128
@@ -39,7 +39,7 @@ MIN_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS = 2**14, 2**20
 UNDER_WAY = 28
 #: Chunks under way for each pair of members, at most and at least.
 WINDOW, MIN_WINDOW = 4, 2
-#: Chunks under way for each pair of a member and an auxiliary: half of them are on their way out, see `rounds.py`.
+#: Chunks under way for each pair of a member and an auxiliary: half of them are sums on their way back.
 AUXILIARY_WINDOW = 2 * WINDOW
 
 CodedChunk = tuple[TensorSpec, Buffer]
@@ -101,13 +101,13 @@ class Code:
 
 @dataclass(frozen=True)
 class Robust:
-    """CenteredClip of means with weights: tokens of each member, and the radius for a vector of the part's length."""
+    """CenteredClip of means, weighted by each member's tokens; `radius` is that of the whole vector."""
 
     tokens: tuple[int, ...]
     radius: float
 
     def sum(self, parts: Sequence[tuple[int, torch.Tensor]], num_elements: int) -> torch.Tensor:
-        """Sum `parts` robustly: (index of a member, its chunk [n]). Each chunk has its part of the radius."""
+        """Sum `parts` robustly: (index of a member, its chunk [n]). A chunk's radius is smaller, by its length."""
         counted = [(self.tokens[i], part) for i, part in parts if self.tokens[i]]
         if not counted:
             return torch.zeros_like(parts[0][1])
@@ -132,23 +132,23 @@ class GroupVector:
 
 
 def num_chunks_of(seconds: float | None) -> int:
-    """Chunks of a slice if the round before took so long; None: nobody knows."""
+    """Chunks of a slice, if the round before took `seconds`; None if there was none."""
     return NUM_CHUNKS if seconds is None else min(max(math.ceil(seconds / CHUNK_S), MIN_CHUNKS), NUM_CHUNKS)
 
 
 def chunk_elements_of(num_elements: int, num_chunks: int) -> int:
-    """Elements of a chunk of a slice of so many, in about so many chunks; whole blocks of the 8-bit codes."""
+    """Elements of a chunk, if a slice of `num_elements` travels in about `num_chunks`: whole blocks of the 8-bit codes."""
     chunk = min(max(-(-num_elements // num_chunks), MIN_CHUNK_ELEMENTS), MAX_CHUNK_ELEMENTS)
     return -(-chunk // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def window_of(num_members: int, num_chunks: int) -> int:
-    """Chunks under way at once for each pair of so many members whose slices travel in so many."""
+    """Chunks under way at once for each pair of members, in a group of `num_members` with `num_chunks` chunks a slice."""
     return max(MIN_WINDOW, min(WINDOW, math.ceil(UNDER_WAY / (num_members - 1)), num_chunks // 4))
 
 
 def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_senders: int) -> int:
-    """The most memory that a `Reduction` by an auxiliary takes, whatever its share of a vector of so many elements.
+    """The most bytes that a `Reduction` by an auxiliary holds, whatever part of `num_elements` it reduces.
 
     Each sender has `AUXILIARY_WINDOW` requests open at most, and each of these holds a part or the sum that answers it, or
     both for a moment; besides, one chunk is being summed.
@@ -173,14 +173,14 @@ class _Chunk:
 class Reduction:
     """The slice that one of a group reduces in one exchange."""
 
-    #: Sums stay to be asked for again; else a chunk is let go of once everyone has taken it.
+    #: Whether sums stay, to be asked for again. If not, a chunk is dropped once everyone has taken it.
     keeps_sums: ClassVar[bool] = False
 
     def __init__(
         self,
         members: Sequence[Member],
         me: int,
-        part: GroupVector,
+        vector: GroupVector,
         *,
         dtype: torch.dtype,
         shares: Sequence[int] = (),
@@ -192,20 +192,20 @@ class Reduction:
         """Wait for parts.
 
         Args:
-            members: of the group; auxiliaries come last.
-            me: index of this one.
-            part: what is summed.
-            dtype: of the sum.
-            shares: elements that each reduces; equal parts if empty.
-            num_auxiliaries: the last so many of `members` have no part in the sum and do not ask for it.
-            num_chunks: in which the largest slice of those that have a part travels, about; the same for all.
-            chunk_elements: elements of a chunk of each slice instead.
+            members: the members of the group; auxiliaries come last.
+            me: the index of this one.
+            vector: this member's vector, which is summed with the others' vectors.
+            dtype: the dtype of the sum.
+            shares: elements that each member reduces; equal slices if empty.
+            num_auxiliaries: so many of `members`, the last ones, have no vector and do not ask for the sum.
+            num_chunks: about so many chunks make the largest slice of a member; the same number for all.
+            chunk_elements: elements of a chunk of each slice, instead of `num_chunks`.
             run_job: runs what takes time.
 
         Raises:
             ValueError: if `shares` do not fit the members.
         """
-        num_elements = part.num_elements
+        num_elements = vector.num_elements
         shares = shares or hagenbach_bischoff(num_elements, [1.0] * len(members))
         if len(shares) != len(members) or sum(shares) != num_elements:
             raise ValueError(f"{len(shares)} shares of {sum(shares)} elements for {len(members)} members and {num_elements}")
@@ -214,7 +214,7 @@ class Reduction:
         self.members = list(members)
         self.me = me
         self._num_senders = len(members) - num_auxiliaries
-        self._part = part
+        self._vector = vector
         self._dtype = dtype
         self._run_job = run_job
         #: [num_elements], of which this slice's sums are written; empty where sums are not kept, or nothing travels.
@@ -226,15 +226,15 @@ class Reduction:
         self._chunk_elements = sizes
         self._window = window_of(self._num_senders, num_chunks) if len(members) > 1 else 0
         self._bounds = bounds(shares)
-        is_sparse = part.code.is_sparse
-        self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and part.values is not None else None
+        is_sparse = vector.code.is_sparse
+        self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and vector.values is not None else None
         self._lost = torch.zeros(shares[me], dtype=dtype) if is_sparse else None
         self._failure: RoundFailed | None = None
         self._num_chunks = -(-shares[me] // sizes[me])
         #: The chunks that have begun and were not let go of.
         self._chunks: dict[int, _Chunk] = {}
         self._reduced: set[int] = set()
-        self._over = self._unheeded()
+        self._over = self._quiet_future()
         if not self._num_chunks:
             self._over.set_result(None)
         #: Chunks received so far: what a waiting caller sees advance.
@@ -242,20 +242,22 @@ class Reduction:
         #: Members that sent NaN, infinities or numbers as good as infinite, and what.
         self.blamed: dict[tuple[str, str], str] = {}
 
-    def _unheeded(self) -> asyncio.Future[Any]:
-        """A future whose failure may have no waiter."""
+    def _quiet_future(self) -> asyncio.Future[Any]:
+        """Return a future whose failure nobody need look at."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())
         return future
 
     def _spec(self, num_elements: int) -> TensorSpec:
-        return self._part.code.spec(num_elements, self._dtype)
+        return self._vector.code.spec(num_elements, self._dtype)
 
     async def reduce(self, index: int, number: int, part: CodedChunk | None) -> CodedChunk:
-        """Member `index`'s part of chunk `number` of this slice came in; returns the reduced chunk when all parts have.
+        """Take member `index`'s part of chunk `number` of this slice; return the sum once all parts are there.
+
+        A part that comes twice counts once.
 
         Raises:
-            ValueError: if the part has no place here.
+            ValueError: if the part does not belong to this slice.
             RoundFailed: if the round ended meanwhile.
         """
         if index >= self._num_senders:
@@ -268,7 +270,8 @@ class Reduction:
         if not chunk.reduced.done() and chunk.summing is None:
             self.num_parts += index not in chunk.parts
             chunk.parts.setdefault(index, part)
-            if len(chunk.parts) == self._num_senders - (self.me < self._num_senders):
+            own = self.me < self._num_senders  # this member's own part does not travel
+            if len(chunk.parts) == self._num_senders - own:
                 chunk.summing = asyncio.get_running_loop().create_task(self._sum(chunk, number), name="reduce a chunk")
         payload = await asyncio.shield(chunk.reduced)
         chunk.taken_by.add(index)
@@ -281,7 +284,7 @@ class Reduction:
             raise self._failure
         if number in self._reduced:
             raise ValueError(f"everyone has taken chunk {number} already")
-        chunk = self._chunks[number] = _Chunk(*self._span(self.me, number), self._unheeded())
+        chunk = self._chunks[number] = _Chunk(*self._span(self.me, number), self._quiet_future())
         return chunk
 
     def _span(self, j: int, number: int) -> tuple[int, int]:
@@ -307,15 +310,15 @@ class Reduction:
         span = slice(chunk.start, chunk.end)
 
         def job() -> CodedChunk:
-            own, carry = self._part.values, self._part.carry
+            own, carry = self._vector.values, self._vector.carry
             parts = [] if own is None else [(self.me, own[span])]
             for index, payload in received:
                 if payload is not None:
                     parts.append((index, decode_tensor(*payload)))
             parts.sort(key=lambda part: part[0])
             total = self._flat[span] if self.keeps_sums else torch.empty(chunk.end - chunk.start, dtype=self._dtype)
-            if self._part.robust is not None and parts and all(is_finite(part) for _, part in parts):
-                total.copy_(self._part.robust.sum(parts, self._part.num_elements))
+            if self._vector.robust is not None and parts and all(is_finite(part) for _, part in parts):
+                total.copy_(self._vector.robust.sum(parts, self._vector.num_elements))
             elif len(parts) > 1:
                 torch.add(parts[0][1], parts[1][1], out=total)
                 for _, part in parts[2:]:
@@ -329,8 +332,8 @@ class Reduction:
                 raise self._not_finite("a slice", bad)
             if carry is not None:
                 total += carry[span]
-            payload = self._part.code.encode(total)
-            if self._part.code.is_lossy and self.keeps_sums:  # what this member keeps is what the others decode
+            payload = self._vector.code.encode(total)
+            if self._vector.code.is_lossy and self.keeps_sums:  # what this member keeps is what the others decode
                 first = self._bounds[self.me][0]
                 lost = None if self._lost is None else self._lost[chunk.start - first : chunk.end - first].copy_(total)
                 decode_tensor(*payload, out=total)

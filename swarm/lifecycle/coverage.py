@@ -21,7 +21,7 @@ class Coverage:
     overflow: frozenset[int]
     #: Not finite according to one member; another should be asked. Ticket -> peer ids that said so.
     unconfirmed: dict[int, frozenset[str]]
-    #: Peers that called a ticket overflow which another found finite: they are to blame.
+    #: Peers that called a ticket overflow which another found finite: one of them, or one after them on the route, is to blame.
     blamed: frozenset[str]
 
     @property

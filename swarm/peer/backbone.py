@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from swarm.peer.context import PeerContext
-from swarm.peer.coordinator.candidacy import STATE
+from swarm.peer.coordinator.candidacy import WAITING_STATE
 from swarm.peer.coordinator.election import Election
 from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Tasks
@@ -71,7 +71,7 @@ class Backbone:
             member=self.context.member(),
             step=step,
             version_id=version_id,
-            state="coordinating" if coordinator else STATE if self.election.candidacy is not None else "watching",
+            state="coordinating" if coordinator else WAITING_STATE if self.election.candidacy is not None else "watching",
             detail=detail,
             stages=stages,
             ballot=self.election.ballot,

@@ -1,10 +1,10 @@
 """Which part of the flat gradient each member of a group reduces, from what its link carries. Pure.
 
 The shares that end a round soonest are the optimum of DeDLOC's linear program (arXiv 2106.10207, section 3.2) at given
-roles. Without limits of single links it has a form that needs no solver: every raw or reduced slice of member i travels
-at one rate, so the time of a round in which i reduces the part w_i is `max_i load_i(w_i) / bandwidth_i`, with loads
-linear in w_i, and is found by bisection. `roles.py` holds the program itself, which may also have several members reduce
-the same slice: that helps only if few compute or can be connected to, and is no butterfly. Rounding to whole elements is
+roles. Without limits of single links no solver is needed: a member sends and receives all its slices at one rate. If member i
+reduces the fraction w_i, a round takes `max_i load_i(w_i) / bandwidth_i`. Loads are linear in w_i, so the best time is found
+by bisection. `roles.py` holds the program itself. It may let several members reduce the same slice, which is no butterfly,
+and which helps only if few members compute or can be connected to. Rounding to whole elements is
 by the Hagenbach-Bischoff method, as in DeDLOC's code.
 """
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Shares by bandwidth are used, and changed, only if they make the round faster by this part.
+#: Shares by bandwidth are used, and changed, only if they make the round faster by this fraction.
 WORTH = 0.05
-#: An auxiliary must make rounds faster by the first part, or by the second once it helps. About a tenth of what the program
-#: promises is lost: a chunk's sum goes out only after all its parts have come in.
+#: An auxiliary must make rounds faster by the first fraction to be taken, and by the second to be kept. About a tenth of what
+#: the program promises is lost: a chunk's sum goes out only after all its parts have come in.
 AUXILIARY_WORTH = 0.2
 KEPT_WORTH = 0.15
-#: An interval is halved so often: the result is exact to rounding.
+#: Halvings of an interval by bisection: the result is exact to rounding.
 _HALVINGS = 60
 
 
@@ -61,14 +61,18 @@ class _Loads:
             raise ValueError("a bandwidth is not positive: leave the member out, or say that it is unknown")
         self.reachable = np.array([r.reachable for r in reducers])
         self.receives = receives
-        # Sent: its own sum but for its slice, and its reduced slice to all others that need it; received: the reverse.
+        # A member sends its own vector without the slice that it reduces itself, and its reduced slice to each other member.
+        # What it receives is the reverse.
         self.base = np.stack([computes, receives])
         self.slope = np.stack([receives.sum() - receives - computes, computes.sum() - computes - receives])
         self.bandwidth = np.stack([upload, download])
 
     @property
     def least_time(self) -> float:
-        """No shares can be faster: what a member carries whatever it reduces, and all bandwidths must carry all loads."""
+        """A lower bound of a round's time, whatever the shares.
+
+        A member with a load that no share changes takes its time; and all bandwidths together must carry all loads.
+        """
         alone = np.where(self.slope == 0, self.base / self.bandwidth, 0.0).max()
         together = ((self.base.sum(axis=1) + self.slope.min(axis=1)) / self.bandwidth.sum(axis=1)).max()
         return float(max(alone, together))
@@ -90,7 +94,7 @@ class _Loads:
 
 
 def best_shares(reducers: Sequence[Reducer]) -> Shares:
-    """The shares that minimise a round's time; among these the slower members are spared as far as it costs nothing.
+    """The shares that minimise a round's time; of several such, those in which slower members reduce least.
 
     Raises:
         ValueError: if nobody can reduce, or a bandwidth is not positive.
@@ -114,7 +118,7 @@ def best_shares(reducers: Sequence[Reducer]) -> Shares:
 
 
 def best_time(reducers: Sequence[Reducer]) -> float:
-    """The time of `best_shares`, sooner."""
+    """The time of `best_shares`, without the shares: cheaper."""
     return _best_time(_Loads(reducers))
 
 
@@ -141,7 +145,7 @@ def time_of(reducers: Sequence[Reducer], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One peer's word on its link, in bytes per second (None: not measured yet), and its part in the round."""
+    """What one peer reports of its link, in bytes per second (None: not measured yet), and its part in the round."""
 
     name: str
     upload: float | None
@@ -150,14 +154,14 @@ class Report:
     computes: bool = True
     #: It is no member: it has nothing to average and only reduces.
     is_auxiliary: bool = False
-    #: It was seen to carry no more than that; an auxiliary that was not may carry more.
+    #: The link was seen to be full at these rates. If not, it may carry more.
     is_limit: bool = True
 
 
 def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Reducer] | None:
     """Reducers of `reports` as they were measured; None if none of `members` was.
 
-    A peer that was not measured is taken for a middling member; an auxiliary, which could be done without, for half of one.
+    A peer that was not measured counts as a median member, and such an auxiliary as half of one.
     """
     known_up = [r.upload for r in members if r.upload is not None]
     known_down = [r.download for r in members if r.download is not None]
@@ -178,10 +182,10 @@ def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Redu
 def choose_auxiliaries(
     members: Sequence[Report], offers: Sequence[Report], *, most: int, before: Collection[str] = ()
 ) -> tuple[tuple[int, ...], str]:
-    """Choose which of the `offers` should help the members, at most so many; and say why.
+    """Choose which of the `offers` should help the members, at most `most` of them; and say why.
 
-    The fastest come first, each if it makes rounds faster by `AUXILIARY_WORTH`; `before` names those of the last round. One
-    that may carry more than it tells is tried if it is of any use.
+    The fastest come first, each if it makes rounds faster by `AUXILIARY_WORTH`; `before` names those of the last round. An
+    offer whose link may carry more than it reports is tried if it makes rounds faster at all.
     """
     if not offers:
         return (), "none: nobody offers help"

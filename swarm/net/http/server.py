@@ -1,7 +1,8 @@
 """The serving side of the HTTP transport: accepts, admits, hands frames to the handler, streams heartbeats and the result.
 
-Everything that a stranger can send is bounded before memory is taken for it: HTTP heads by `header_s`, a request's size
-by its `Content-Length` (there must be one), the sum of all requests by `Admission`, a body's pace by `moving_s`.
+Everything that a stranger can send is bounded before memory is taken for it. A head must be complete within `header_s`, and
+aiohttp bounds its size. A request says its size in `Content-Length`, at most `max_body_bytes` (`transport.py`). All requests
+together are bounded by `Admission` (`net/exchange.py`). A body that moves too slowly ends by `ProgressTimeout`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from swarm.peer.link import Link
 from swarm.wire import messages as m
 
 #: What a peer says of itself while it waits in the coordinator's place.
-STATE = "waiting"
+WAITING_STATE = "waiting"
 #: Announced peers of one stage that are asked at once whether they are there.
 MAX_ASKED = 16
 #: A candidacy that fails as the one before did comes so long after it, in seconds, and each time twice as long, to this bound.
@@ -48,7 +48,7 @@ class BackOff:
         self._reason, self._again_s = "", FIRST_AGAIN_S
 
 
-async def found(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[MemberKey]]:
+async def answering_members(link: Link, rosters: Rosters, stages: Sequence[int]) -> dict[int, set[MemberKey]]:
     """Return the announced peers of `stages` that answer and serve them, by stage; a few of each are asked."""
     lists = await rosters()
     asked: dict[MemberKey, m.Member] = {}  # one that has moved may be announced at two stages

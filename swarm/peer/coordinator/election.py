@@ -16,7 +16,7 @@ from swarm.lifecycle.coverage import torn_tie
 from swarm.net.transport import Progress
 from swarm.peer.announcing import find_coordinators, keep_announcing, member_of, record_of, withdraw
 from swarm.peer.context import coordinator_key, stage_key
-from swarm.peer.coordinator.candidacy import STATE, BackOff, Candidacy, found, in_words
+from swarm.peer.coordinator.candidacy import WAITING_STATE, BackOff, Candidacy, answering_members, in_words
 from swarm.peer.coordinator.coordinator import Coordinator
 from swarm.peer.coordinator.leadership import Demoted
 from swarm.peer.coordinator.rebalancing import Planner
@@ -47,16 +47,16 @@ class Election:
         self._pause = BackOff()
         #: No candidacy before this time of the loop.
         self._stand_at = 0.0
-        #: Times in a row that all stages were there for this peer, while another waits in the coordinator's place for one.
-        self._better = 0
-        #: Who was there when an election failed all the same.
-        self._met: set[MemberKey] = set()
-        #: Failures to be elected that were logged.
-        self._told: set[str] = set()
+        #: Looks in a row at which this peer saw every stage, while another candidate waits for one.
+        self._times_seen_more = 0
+        #: Members that answered before an election that failed all the same.
+        self._answered_before: set[MemberKey] = set()
+        #: Warnings that were logged since this peer was elected last.
+        self._warned: set[str] = set()
         #: The coordinator as far as this peer knows; trainers lease from it.
         self.known: m.Member | None = None
         self.changed = asyncio.Event()
-        #: What a coordinator last said of itself and the run.
+        #: What the coordinator, or the candidate that waits, answered last.
         self.heard: m.StatusReply | None = None
         link.register(m.Lease, self._on_lease)
         link.register(m.Join, self._on_join)
@@ -113,24 +113,24 @@ class Election:
         silent = 0
         while not self._retiring:
             now = asyncio.get_running_loop().time()
-            if await self._find():
+            if await self._look_for_coordinator():
                 silent = 0
-                if not await self._is_better_placed() or now < self._stand_at:
+                if not await self._has_seen_more() or now < self._stand_at:
                     await asyncio.sleep(self._timing.coordinator_s / 3)
                     continue
             elif now < self._stand_at:
                 await asyncio.sleep(min(self._stand_at - now, self._timing.coordinator_s / 3))
                 continue
             else:
-                silent, self._better = silent + 1, 0
+                silent, self._times_seen_more = silent + 1, 0
                 if silent <= self._rank:
                     await asyncio.sleep(self._timing.coordinator_s / 2)
                     continue
             # Candidates of equal rank draw lots, so that they rarely stand at once.
             await asyncio.sleep(self.context.rng.uniform(0.0, 0.3 if silent == 1 and self._rank == 0 else 1.0))
-            if not self._better and await self._find():
+            if not self._times_seen_more and await self._look_for_coordinator():
                 continue
-            self._better = 0
+            self._times_seen_more = 0
             try:
                 await self._stand()
             except Demoted as demoted:
@@ -148,9 +148,9 @@ class Election:
         self._stand_at = asyncio.get_running_loop().time() + again_s * self.context.rng.uniform(0.5, 1.0)
 
     def _warn(self, text: str) -> None:
-        """What is the matter is said once, until this peer is elected."""
-        logger.log(logging.DEBUG if text in self._told else logging.WARNING, "%s", text)
-        self._told.add(text)
+        """Warn of the same thing once, until this peer is elected."""
+        logger.log(logging.DEBUG if text in self._warned else logging.WARNING, "%s", text)
+        self._warned.add(text)
 
     async def retire(self, until: float) -> None:
         """Stand no more. If this peer coordinates others, steps under way end first, until the loop's time `until`."""
@@ -164,12 +164,11 @@ class Election:
                 await asyncio.sleep(0.05)
         await withdraw(self._link, coordinator_key(self.context.run), lambda: self._record(coordinator.ballot))
 
-    async def _find(self, *, above: Ballot | None = None) -> bool:
+    async def _look_for_coordinator(self, *, above: Ballot | None = None) -> bool:
         """Look for a live coordinator, or a candidate that waits for a stage; True if there is one.
 
-        The last known one is asked first, then those in the DHT.
-
-        With `above` only one of a higher ballot counts.
+        The last known one is asked first, then those in the DHT. With `above` only one of a higher ballot counts. What is
+        found is noted in `known` and `heard`.
         """
         announced = await find_coordinators(self._link)
         candidates = ([self.known] if self.known is not None else []) + announced
@@ -190,15 +189,18 @@ class Election:
             self._know(None)
         return False
 
-    async def _is_better_placed(self) -> bool:
-        """Another candidate waits for a stage, and this one has seen all stages for some time: the other may be cut off."""
-        if self.heard is None or self.heard.state != STATE:
-            self._better, self._stand_at = 0, 0.0  # somebody leads: what kept this peer from it is over
+    async def _has_seen_more(self) -> bool:
+        """Count the looks at which this peer sees every stage while another candidate waits for one, which may be cut off.
+
+        True after a few of them in a row: then this peer should stand.
+        """
+        if self.heard is None or self.heard.state != WAITING_STATE:
+            self._times_seen_more, self._stand_at = 0, 0.0  # somebody leads: what kept this peer from it is over
             self._pause.forget()
             return False
-        there = await found(self._link, self._live_rosters, range(self.context.config.num_stages))
-        self._better = self._better + 1 if all(there.values()) else 0
-        return self._better > 3
+        by_stage = await answering_members(self._link, self._live_rosters, range(self.context.config.num_stages))
+        self._times_seen_more = self._times_seen_more + 1 if all(by_stage.values()) else 0
+        return self._times_seen_more > 3
 
     async def _wait_for_members(self, ballot: Ballot, missing: list[int]) -> bool:
         """Wait until the `missing` stages have somebody; False if a higher ballot is found, or this peer goes."""
@@ -213,12 +215,12 @@ class Election:
         try:
             while not self._retiring:
                 await asyncio.sleep(self._timing.coordinator_s / 3)
-                if await self._find(above=ballot):
+                if await self._look_for_coordinator(above=ballot):
                     return False
-                there = await found(self._link, self._live_rosters, missing)
-                keys = set().union(*there.values())
-                if all(there.values()) and (loop.time() >= self._stand_at or not keys <= self._met):
-                    self._met = keys
+                by_stage = await answering_members(self._link, self._live_rosters, missing)
+                keys = set().union(*by_stage.values())
+                if all(by_stage.values()) and (loop.time() >= self._stand_at or not keys <= self._answered_before):
+                    self._answered_before = keys
                     return True
             return False
         finally:
@@ -238,12 +240,12 @@ class Election:
                 if reply.record is not None and reply.record.newer_than(record):
                     record = reply.record
             missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
-            if record is None or not missing:
+            if record is None or not missing:  # before the first record there need not be a member of every stage
                 break
             if not await self._wait_for_members(ballot, missing):
                 return
-        self._told.clear()
-        self._met.clear()
+        self._warned.clear()
+        self._answered_before.clear()
         self._pause.forget()
         coordinator = Coordinator(
             self._link,

@@ -1,6 +1,7 @@
 """Who leads each stage in the step that is being ended, and what the coordinator asks of leaders: ledgers and averages.
 
-Owns the excluded members and the attempts' numbers of one step; a leader that does not answer is replaced. Must not decide.
+Owns the excluded members of the step, and the attempts' numbers, which rise over steps. A leader that does not answer is
+replaced. Must not decide whether a step ends: that is the coordinator's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class StageLost(SwarmError):
 
 @dataclass
 class _StageLead:
-    """Who leads one stage in the step being ended, and the next number for its attempt."""
+    """Who leads one stage in the step being ended, and the number of its last attempt."""
 
     excluded: dict[MemberKey, m.Member] = field(default_factory=dict)
     leader: m.Member | None = None
@@ -35,13 +36,13 @@ class _StageLead:
 
 
 class StageLeaders:
-    """One coordinator's view of the stages' leaders; `hear` gets what their members say of their work."""
+    """One coordinator's view of the stages' leaders; `hear` is called with a stage and the loads that its members report."""
 
     def __init__(self, leadership: Leadership, attempt_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
         self._leadership = leadership
         self._hear = hear
         self._leads = [_StageLead(n=attempt_n) for _ in range(leadership.config.num_stages)]
-        # Silent peers are found `stall_s` after they fell silent.
+        # A look takes `request_s`: so a silent peer is found `stall_s` after it fell silent.
         still_s = max(leadership.timing.coordinator_s, leadership.timing.stall_s - leadership.timing.request_s)
         self._stillness = Stillness(still_s, leadership.now)
 
@@ -77,14 +78,14 @@ class StageLeaders:
         return True
 
     async def check(self, step: int, advance: object) -> None:
-        """Replace a leader that is gone now, not at the seal; sooner if some ticket was not accumulated.
+        """Replace leaders that are gone before the seal shows it.
 
-        If a leader is gone, or `advance` stands still, all members of all stages are looked at, at once: who is gone may hold
-        claims on what is missing.
+        If a leader is gone, or `advance` stands still, all members of all stages are looked at, at once: one that is gone may
+        hold claims on the missing tickets.
 
         Args:
-            step: is being ended.
-            advance: what should change from one check to the next; None if nothing should.
+            step: the step that is being ended.
+            advance: any value that changes while the step goes on; None while it need not go on.
         """
         stages = range(self._leadership.config.num_stages)
         everyone = advance is not None and self._stillness.is_due((step, advance), now=self._leadership.now)
@@ -99,10 +100,10 @@ class StageLeaders:
         await together(*(renew(stage) for stage in stages))
 
     async def _leader_is_gone(self, stage: int) -> bool:
-        """Exclude the leader if it is gone. One that is there is told the newest record if it lacks that.
+        """Exclude the leader if it is gone; tell it the newest record if it lacks that.
 
         Raises:
-            Rivalry: it is past it.
+            Rivalry: the leader has a newer record.
         """
         leader = self.leader(stage)
         try:
@@ -126,7 +127,7 @@ class StageLeaders:
         return [x for x in self._leadership.newest.members[stage] if x.ready]
 
     def leader(self, stage: int) -> m.Member | None:
-        """Return the stage's leader: the first ready member that is not excluded, unless another was told to lead."""
+        """Return the stage's leader: the one that was told to lead, else the first ready member that is not excluded."""
         lead = self._leads[stage]
         if lead.leader is None or lead.leader.key in lead.excluded:
             lead.leader = next((x for x in self.members(stage) if x.key not in lead.excluded), None)
@@ -137,7 +138,7 @@ class StageLeaders:
             self._leads[stage].excluded[member.key] = member
 
     async def _exclude_silent(self, stage: int, level: int = logging.INFO) -> bool:
-        """Look at all members at once, as others may be gone with the one that is, so that what follows meets the living."""
+        """Look at all members at once and exclude those that do not answer: several may have died together."""
         asked = [x for x in self.members(stage) if x.key not in self._leads[stage].excluded]
         there = {x.key for x in await self._leadership.link.presence.answering(asked)}
         silent = [x for x in asked if x.key not in there]
@@ -198,7 +199,7 @@ class StageLeaders:
             except RefusedBy as refused:
                 self._leadership.raise_if_newer(refused)
                 if refused.code == "wrong_state":
-                    continue  # a higher n was used; the next attempt has another
+                    continue  # an attempt with a higher number began; the next one has a higher number still
                 if refused.code == "behind" and leader.key not in told and await self._tell_record(leader):
                     told.add(leader.key)
                     continue
@@ -223,10 +224,10 @@ class StageLeaders:
         return bool(members) and all(now.get(x.peer, x.incarnation) != x.incarnation for x in members)
 
     async def _look_at_its_record(self, leader: m.Member) -> None:
-        """Ask a leader that is past the newest record: the run has gone on under another coordinator, and may have ended.
+        """Ask a leader that has a newer record for it: the run went on under another coordinator, and may have ended.
 
         Raises:
-            Rivalry: it has.
+            Rivalry: that record is newer.
         """
         info, _ = await self._leadership.link.ask(leader, m.Hello(), m.RunInfo)
         if info.record is not None and info.record.newer_than(self._leadership.newest):
@@ -265,7 +266,7 @@ class StageLeaders:
         except RefusedBy as refused:
             self._leadership.raise_if_newer(refused)
             logger.info("step %d, stage %d: no average: %s", step, stage, refused)
-            self._exclude(stage, leader if refused.code not in ("wrong_state",) else None)
+            self._exclude(stage, leader if refused.code != "wrong_state" else None)
             return None
         except (LinkError, RemoteError) as error:
             logger.info("step %d, stage %d: leader %s: %s", step, stage, leader.peer[:8], error)

@@ -1,9 +1,11 @@
 """What has committed at a stage peer: the newest record, and the versions that came of records.
 
 A record that comes in is learned at once, handed on, and taken over in its turn: by the optimizer's step with the average that
-it decided on; or, where another lineage or era replaces what was committed, by the state at its version. Between the two this
-peer lags by what it has in hand, which is not being behind: who decides by record and state together waits in `settled`. Must
-not know how steps end: `stage_member` takes part in that.
+it decided on; or, where another lineage or era replaces what was committed, by the state at its version. Until then `record` is
+newer than the state. Code that needs both to match waits in `settled`. Must not know how steps end: `stage_member` takes part
+in that.
+
+The way of a record: `learn`, take over, apply, `advance`; that of a snapshot: `let_go`, `adopt`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def _replaces(record: m.CommitRecord, known: m.CommitRecord) -> bool:
-    """Tell whether `record`, the newer one, is of another lineage or era, so that what was committed is not built upon."""
+    """Tell whether `record`, the newer one, is of another lineage or era, and so does not build on `known`."""
     return not record.relists(known) and (record.era > known.era or record.step <= known.step)
 
 
@@ -92,7 +94,7 @@ class CommittedState:
         context.link.register(m.Commit, self._on_commit)
         context.link.register(m.Holdings, self._on_holdings)
 
-    def succeed(self, before: CommittedState) -> None:
+    def take_over_from(self, before: CommittedState) -> None:
         """Take over what the same peer knew at another stage."""
         self.record, self.discarded_steps = before.record, before.discarded_steps
 
@@ -147,10 +149,10 @@ class CommittedState:
 
     @contextlib.asynccontextmanager
     async def settled(self) -> AsyncIterator[None]:
-        """Begin a block once all that was learned has been taken over: the record and the state belong together there.
+        """Begin a block once all that was learned has been taken over: inside it, the record and the state match.
 
-        A peer without a state has none to let go, and waits for no averages that queue: they may come faster than it copies
-        them. Until the block's end nothing is taken over, so it should ask nobody.
+        A peer without a state does not wait for averages that queue: they may come faster than it copies them. Nothing is
+        taken over until the block ends, so it should ask nobody.
         """
 
         def is_settled() -> bool:
@@ -161,9 +163,9 @@ class CommittedState:
             yield
 
     async def caught_up(self, step: int, *, num_commits: int | None = None) -> None:
-        """Wait until this peer holds the version that `step` builds on, or `step` is over; for a while at most.
+        """Wait until this peer holds the version that `step` builds on, or `step` is over, or a while has passed.
 
-        `num_commits` asks for another version than that.
+        With `num_commits` it waits for the version after so many commits instead.
         """
         wanted = self._context.config.base_step(step) if num_commits is None else num_commits
         while True:
@@ -179,7 +181,7 @@ class CommittedState:
         self._context.require_stage(message.stage)
         progress.follow(lambda: self._context.background.finished)
         async with self.settled():
-            newest = self.versions.newest  # what was being taken over is what it holds
+            newest = self.versions.newest  # what was being taken over has been
         return await self._saved.held(newest.record if self.has_state and newest.num_commits > 0 else None)
 
     # ------------------------------------------------------------------------------------------------ commit
@@ -205,7 +207,7 @@ class CommittedState:
             return
         self.record = record
         if known is not None and _replaces(record, known):
-            self._steps.clear()  # their gradients are of what is no more, whenever that is taken over
+            self._steps.clear()  # their gradients are of versions that are given up
         self._learned.append((record, known))
         self._context.tasks.start(self._forward(record), f"forward record {record.step}")
         if len(self._learned) == 1:  # else the task that takes the first one over goes on
@@ -217,7 +219,9 @@ class CommittedState:
         after = [x for x in mine if x.key > self._context.me.key] or mine
         targets = after[:1] + list(record.members[(self._context.stage + 1) % self._context.config.num_stages][:1])
         for target in targets:
-            if target.key != self._context.me.key:  # who does not take it hears of it elsewhere, or notices that it is behind
+            if (
+                target.key != self._context.me.key
+            ):  # one that this does not reach hears of it from others, or notices that it is behind
                 await self._context.link.tell(target, m.Commit(record=record))
 
     async def _take_over_all(self) -> None:
@@ -261,7 +265,7 @@ class CommittedState:
         return await self._saved.load(record)
 
     def _forget(self, known: m.CommitRecord, record: m.CommitRecord) -> None:
-        """Another lineage or era replaces what was committed: loudly if steps are lost, and counted."""
+        """Count and tell the committed steps that another lineage or era replaces."""
         num_discarded = known.step - record.step
         self.discarded_steps += max(0, num_discarded)
         logger.log(
@@ -286,14 +290,14 @@ class CommittedState:
             return
         self._report_lost(record)
 
-        def adopt() -> None:
-            """What this peer kept back of its contribution, if that is in the average."""
+        def keep_residual() -> None:
+            """Keep what compression left of this peer's contribution, if that is in the average."""
             if state is not None and average.seals and not record.skipped:
                 self._context.compressor.adopt(average.state)
                 if isinstance(state.accumulator, LocalAccumulator):
                     state.accumulator.committed()
 
-        await self.advance(record, average.flat, adopt)
+        await self.advance(record, average.flat, keep_residual)
         self._sums.keep(record.step, average)
 
     def _report_lost(self, record: m.CommitRecord) -> None:
@@ -331,8 +335,8 @@ class CommittedState:
         if record.newer_than(self.record):
             self.learn(record)
 
-    async def advance(self, record: m.CommitRecord, flat: torch.Tensor, adopt: Callable[[], None] = lambda: None) -> None:
-        """Apply one record to the newest version: the optimizer step, and `adopt`, as a job of the compute thread."""
+    async def advance(self, record: m.CommitRecord, flat: torch.Tensor, also: Callable[[], None] = lambda: None) -> None:
+        """Apply one record to the newest version: the optimizer step, and `also`, as a job of the compute thread."""
         compute, arrived = self._context.compute, flat
 
         def job() -> None:
@@ -349,7 +353,7 @@ class CommittedState:
                 )
             version = make_version(record, compute.layout, masters, compute.dtype)
             self.versions.add(version, optimizer)
-            adopt()
+            also()
 
         self.is_applying = True
         try:

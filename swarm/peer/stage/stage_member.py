@@ -1,7 +1,7 @@
 """A stage peer's part in steps that have not committed: leaders, seals, ballots. Owns what the peer promised.
 
-Must not route micro-batches and must not lead: `stage_leader` and `micro_batches` use what is here. The rules are those
-of docs/design.md, "The life of a step"; the tables are in `lifecycle/step.py`.
+Must not route micro-batches (`micro_batches.py`), and must not lead its stage (`stage_leader.py`): both use what is here.
+The rules are those of docs/design.md, "The life of a step"; the tables are in `lifecycle/step.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StageMember:
         committed: what the open steps build on.
         steps: the open ones.
         meter: tells the leader what this peer has done so far.
-        saved: numbers of commits of the checkpoints that this peer has written in this era and still has.
+        saved: steps of the checkpoints that this peer has written in this era and still has, as counts of commits.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StageMember:
         self._meter = meter
         self._saved = saved
         self.steps = steps
-        #: Vouches for the compute thread.
+        #: Tells callers whether the compute thread is at a job that may still end.
         self.at_work = AtWork(context.link, context.tasks, context.executor, committed.mates)
         self.promised: Ballot = ZERO_BALLOT
         #: Who was elected with the promised ballot; None before this peer heard of anybody.
@@ -59,20 +59,21 @@ class StageMember:
         for kind, handler in ((m.Collect, self._on_collect), (m.Revoke, self._on_revoke), (m.Elect, self._on_elect)):
             context.link.register(kind, handler)
 
-    def succeed(self, before: StageMember) -> None:
+    def take_over_from(self, before: StageMember) -> None:
         """Take over what the same peer promised at another stage."""
         self.coordinator, self.promised = before.coordinator, before.promised
 
     def members_for(self, step: int) -> tuple[m.Member, ...]:
-        """Return the members of this stage for `step`: those of the record that its version came from, or nobody if that is gone.
+        """Return the members of this stage for `step`: those of the record that made the version on which `step` builds.
 
-        Two peers never differ here, so at the zero attempt there is one leader.
+        Nobody, if this peer does not hold that version any more. All peers that hold it agree, so at the zero attempt there
+        is one leader.
         """
         version = self._committed.versions.at(self._context.config.base_step(step))
         return version.record.members[self._context.stage] if version is not None else ()
 
     def leader_of(self, step: int) -> m.Member | None:
-        """Return who grants claims for `step`: the last to collect, else the record's first ready member."""
+        """Return who grants claims for `step`: the last to collect, else the first ready of `members_for`."""
         state = self.steps.get(step)
         if state is not None and state.leader is not None:
             return state.leader
@@ -94,7 +95,7 @@ class StageMember:
         """Return the open state of `step`.
 
         Raises:
-            Refuse: `stale` if the step has committed, `behind` if it is too far ahead.
+            Refuse: `stale` if the step has committed, `behind` if this peer lags too far to know of it.
         """
         if step < self._committed.num_commits:
             raise Refuse("stale", f"step {step} has committed", record=self._committed.record)
@@ -142,10 +143,12 @@ class StageMember:
         return m.Revoked(held=await self._run(lambda: ledger.revoke(message.index), progress))
 
     async def _run(self, job: Callable[[], T], progress: Progress, kind: str | None = None) -> T:
-        """Run `job` in the compute thread, whose jobs before it may be long: the caller follows them.
+        """Run `job` in the compute thread. Jobs before it may be long: the caller's `progress` follows them.
+
+        A job that waits when this coroutine ends is cancelled.
 
         Raises:
-            Refuse: one of them hangs, so the caller need not find that out.
+            Refuse: `busy` if a job before it hangs.
         """
         self.at_work.follow(progress, waits_s=0.0)
         running = asyncio.ensure_future(self._context.executor.run(job, Priority.CONTROL, kind))
@@ -168,7 +171,9 @@ class StageMember:
             for step, state in sorted(self.steps.items())
             if state.average is not None and state.accumulator.ledger.state == "prepared"
         ]
-        highest = max((s.accumulator.ledger.attempt for s in self.steps.values()), key=lambda t: t.order, default=m.Attempt())
+        highest = max(
+            (s.accumulator.ledger.attempt for s in self.steps.values()), key=lambda attempt: attempt.order, default=m.Attempt()
+        )
         return m.Elected(
             stage=self._context.stage,
             member=self._context.me,

@@ -148,8 +148,8 @@ class StagePeer:
         self.meter = LoadMeter(context, committed, machine.free_bytes, machine.flops_per_s)
         self.member = member = StageMember(context, committed, steps, self.meter, lambda: checkpoints.saved)
         if before is not None:
-            committed.succeed(before[0])
-            member.succeed(before[1])
+            committed.take_over_from(before[0])
+            member.take_over_from(before[1])
         Rounds(context, committed, member, ties_of(self._factory, config.frozen))
         self.leader = StageLeader(context, committed, member)
         self.membership = Membership(context, committed, member, self._go_to)

@@ -15,7 +15,7 @@ from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
 from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
-from swarm.peer.coordinator.candidacy import STATE
+from swarm.peer.coordinator.candidacy import WAITING_STATE
 from swarm.peer.coordinator.election import Election
 from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
@@ -178,7 +178,7 @@ class Trainer:
             member=self.context.member(),
             step=self.record.step + 1 if self.record else -1,
             version_id=self.record.version_id if self.record else "",
-            state="finished" if self.finished else STATE if self.election.candidacy is not None else "training",
+            state="finished" if self.finished else WAITING_STATE if self.election.candidacy is not None else "training",
             detail=detail,
             stages=self.record.members if self.record else (),
             ballot=self.election.ballot,

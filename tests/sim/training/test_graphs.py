@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm.testing.simulation.schedules import Schedule, run_schedule
 from tests.unit.stage.recorded_calls import RecordedCall, install
 
-NUM_SCHEDULES = 5
+NUM_SCHEDULES = 3
 
 
 def test_promises_hold_where_stages_compute_by_graphs(monkeypatch):

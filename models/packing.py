@@ -105,7 +105,7 @@ SHOWN = frozenset(
 SHOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _STATE = "a state that goes on from one token to the next"
 _PICKS = "a choice of tokens that reckons with all tokens of the sample"
-#: Indexers heed the mask; but a ReLU makes many scores zero, and which of these are picked depends on what stands around.
+#: Indexers obey the mask; but a ReLU makes many scores zero, and which of these are picked depends on what stands around.
 _TIES = "a choice of tokens in which their places decide between equals"
 #: What looks back otherwise, where that is known.
 _LOOKS_BACK = {

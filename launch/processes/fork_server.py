@@ -113,7 +113,9 @@ class _Server:
 
     def _start(self, request: dict[str, Any]) -> None:
         server_pid = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # one that comes to the child at once waits until it heeds it
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, STOP_SIGNALS
+        )  # one that comes to the child at once waits until the child handles it
         pid = os.fork()
         if pid == 0:
             code = 1

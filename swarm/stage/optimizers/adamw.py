@@ -36,11 +36,13 @@ class AdamW(Optimizer):
         num_updates = state.num_updates + 1
         size = learning_rate / (1.0 - config.beta1**num_updates)
         root = 1.0 / math.sqrt(1.0 - config.beta2**num_updates)  # a GPU divides by a number in just this way
-        size_N, dtype, device = masters.numel(), masters.dtype, masters.device
-        new_masters = empty_flat(size_N, dtype=dtype, device=device)
+        num_elements, dtype, device = masters.numel(), masters.dtype, masters.device
+        new_masters = empty_flat(num_elements, dtype=dtype, device=device)
         new = moments.empty()
         chunk = _CHUNK[device.type]
-        scratch = [torch.empty(min(size_N, chunk), dtype=dtype, device=device) for _ in range(2 if moments.is_in_place else 4)]
+        scratch = [
+            torch.empty(min(num_elements, chunk), dtype=dtype, device=device) for _ in range(2 if moments.is_in_place else 4)
+        ]
         for piece in moments.parts(chunk):
             part = piece.elements
             scaled, other, *more = (buffer[: part.stop - part.start] for buffer in scratch)

@@ -359,6 +359,8 @@ class LocalSwarm:
             text = f"checkpoint of step {newest} in {state_dir}"
             if is_done and newest < num_steps:
                 text += f": not every stage has one of step {num_steps} there, as its peers keep theirs elsewhere or nowhere"
+            elif newest > num_steps:
+                text += ": it committed as the trainers ended, so that its loss was not told"
             lines.append((text, {"checkpoint": str(state_dir), "checkpoint_step": newest}))
             lines.append((f"export it with: {export}", {"command": export}))
             if not is_over:

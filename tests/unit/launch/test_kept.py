@@ -244,6 +244,23 @@ def test_a_run_that_an_operator_ends_early_is_not_called_done(step: int, said: s
     assert on == [f"go on from it with: {command}"] * (step < 60)
 
 
+def test_a_step_that_committed_as_the_trainers_ended_is_explained(tmp_path: Path) -> None:
+    """Stages keep a step of which no trainer told: the two numbers would look like a mistake."""
+
+    async def main() -> LocalSwarm:
+        swarm, _ = swarm_in(tmp_path)
+        swarm._picture.rows["trainer-0"] = Row("launch_trainer")
+        swarm._report("trainer-0", {"event": "step", "step": 45, "seconds": 0.5, "loss": 3.0})
+        return swarm
+
+    swarm = asyncio.run(main())
+    for newest, is_explained in ((45, False), (46, True)):
+        for stage in range(2):
+            write(tmp_path, f"stage-{stage}-0", stage, newest)
+        [line] = [text for text, _ in swarm.summary(is_done=False) if text.startswith(f"checkpoint of step {newest} ")]
+        assert line.endswith("it committed as the trainers ended, so that its loss was not told") is is_explained
+
+
 def test_a_local_run_whose_disk_was_full_fails(tmp_path: Path) -> None:
     async def main() -> tuple[LocalSwarm, list[str]]:
         swarm, view = swarm_in(tmp_path)

@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from swarm.stage.module import StageFactory
 
 
+def require_known(model: str) -> None:
+    """Look at a run's model by its name alone; imports nothing.
+
+    Raises:
+        ConfigError: it is neither one of ours nor a dotted path.
+    """
+    if model != PRETRAINED and model not in PRESETS and not is_dotted(model):
+        raise ConfigError(f"model {model!r} is none of {', '.join(PRESETS)}, and no package.module:factory, directory or hub id")
+
+
 def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | None = None) -> StageFactory:
     """The factory of the run's model: a preset's, or what `package.module:factory` returns when called with `config`.
 
@@ -63,10 +73,7 @@ def _made(config: RunConfig, source: Source | None) -> StageFactory:
         raise ConfigError(f"lora: adapters need a model with weights (--model DIR or a hub id), not {config.model}")
     if config.model in PRESETS:
         return PRESETS[config.model](config)
-    if not is_dotted(config.model):
-        raise ConfigError(
-            f"model {config.model!r} is none of {', '.join(PRESETS)}, and no package.module:factory, directory or hub id"
-        )
+    require_known(config.model)
     make = imported(config.model, "model")
     try:
         factory = make(config)

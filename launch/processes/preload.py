@@ -11,12 +11,12 @@ import logging
 import threading
 
 from launch.processes.devices import before_importing_torch
+from models.registry import require_known
 from swarm.base.config import RunConfig, parse_config_bytes
+from swarm.base.dotted import is_dotted
 
-#: Imported in this order; an import that fails stops the fork server, loudly.
-MODULES = (
+_MODULES = (
     "torch",
-    "transformers",
     "swarm.wire.compression",
     "models.registry",
     "launch.stage",
@@ -30,6 +30,11 @@ MODULES = (
     "swarm.net.kademlia.dht",
     "swarm.feed.feed",
 )
+
+
+def modules_for(config: RunConfig) -> tuple[str, ...]:
+    """What is imported for a run, in this order: transformers too, unless the model is a user's own."""
+    return _MODULES if is_dotted(config.model) else (*_MODULES, "transformers")
 
 
 def _import_model(config: RunConfig) -> None:
@@ -51,7 +56,7 @@ def nothing(argument: str) -> int:
 
 
 def everything(config_json: str) -> int:
-    """Import `MODULES` and the run's model, and return the number of CUDA devices, without initialising CUDA.
+    """Import `modules_for` the run and its model, and return the number of CUDA devices, without initialising CUDA.
 
     Raises:
         ConfigError: the model's options do not fit.
@@ -59,7 +64,9 @@ def everything(config_json: str) -> int:
         RuntimeError: an import started a thread or initialised CUDA, so that children could hang.
     """
     before_importing_torch()
-    for name in MODULES:
+    config = parse_config_bytes(config_json.encode())
+    require_known(config.model)  # told at once, not after the seconds of the imports
+    for name in modules_for(config):
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -67,7 +74,7 @@ def everything(config_json: str) -> int:
     import torch
 
     torch.set_num_threads(1)
-    config, num_devices = parse_config_bytes(config_json.encode()), torch.cuda.device_count()
+    num_devices = torch.cuda.device_count()
     # The import of bitsandbytes, a second long, asks a CUDA device for its capability, which would initialise it; peft,
     # which the model of a run with adapters needs, imports it.
     if num_devices == 0 or config.lora is None:
@@ -76,7 +83,7 @@ def everything(config_json: str) -> int:
         raise RuntimeError("an import initialised CUDA: forked children could not use it")
     if threading.active_count() > 1:
         raise RuntimeError(f"an import started threads: {[thread.name for thread in threading.enumerate()]}")
-    logging.getLogger(__name__).debug("preloaded %d modules", len(MODULES))
+    logging.getLogger(__name__).debug("preloaded %d modules", len(modules_for(config)))
     gc.collect()
     gc.freeze()  # children share these objects; the collector need not touch, and so copy, them
     return num_devices

@@ -17,6 +17,8 @@ from swarm.testing.processes import alive, environment, launcher, pids_of, wait_
 
 #: Longest start-up that the tests put up with, on a loaded machine.
 START_S = 60.0
+#: What processes do does not depend on the model: with this one no process imports transformers' models, for seconds.
+SMALL = ["--model", "tests.unit.models.mlp_classifier:factory", "--data", "tests.unit.models.mlp_classifier:dataset"]
 
 
 class Swarm:
@@ -110,7 +112,7 @@ def test_a_run_finishes_though_a_stage_process_is_killed(tmp_path: Path) -> None
 def test_case_22_a_stopped_swarm_leaves_no_process_port_or_file(
     number: signal.Signals, code: int, within_s: float, tmp_path: Path
 ) -> None:
-    argv = ["--stages", 1, "--peers-per-stage", 1, "--trainers", 1, "--steps", 1000]
+    argv = [*SMALL, "--stages", 1, "--peers-per-stage", 1, "--trainers", 1, "--steps", 1000]
     with Swarm(tmp_path, *argv) as swarm:
         swarm.until("step 2/1000")
         pids = swarm.pids()
@@ -125,7 +127,7 @@ def test_case_22_a_stopped_swarm_leaves_no_process_port_or_file(
 
 
 def test_a_trainer_that_dies_fails_the_run_with_one_line(tmp_path: Path) -> None:
-    with Swarm(tmp_path, "--stages", 1, "--peers-per-stage", 1, "--steps", 1000) as swarm:
+    with Swarm(tmp_path, *SMALL, "--stages", 1, "--peers-per-stage", 1, "--steps", 1000) as swarm:
         swarm.until("step 1/1000")
         pids = swarm.pids()
         [trainer] = pids_of(f"^launch_trainer .*{re.escape(str(swarm.state_dir))}")
@@ -134,7 +136,8 @@ def test_a_trainer_that_dies_fails_the_run_with_one_line(tmp_path: Path) -> None
         swarm.assert_nothing_is_left(pids, within_s=1.0)
     [line] = swarm.err.read_text().splitlines()
     assert "trainer-0 ended (killed by SIGKILL)" in line
-    assert line.endswith(f"go on from its last checkpoint with: launch_local --state-dir {swarm.state_dir} --peers-per-stage 1")
+    again = f"launch_local --state-dir {swarm.state_dir} --peers-per-stage 1 --data PATH"
+    assert line.endswith(f"go on from its last checkpoint with: {again}")
 
 
 def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_an_interrupt_during_the_imports_ends_at_once(tmp_path: Path) -> None:
         (["--stages", 7], "--stages 7"),
         (["--model", "nonsense"], "nonsense"),
         (["--port", "{taken}"], "{taken}"),
-        (["--device", "cuda:7"], "--device cuda:7"),
+        ([*SMALL, "--device", "cuda:7"], "--device cuda:7"),
     ],
 )
 def test_what_a_child_refuses_is_one_line_and_exit_code_2(argv: list[object], named: str, tmp_path: Path) -> None:

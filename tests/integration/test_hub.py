@@ -39,13 +39,17 @@ SHAPES = {
 }
 
 CREATE = """
+import pathlib
 import sys
 from launch.run.models import fields_of
 from launch.run.run_files import DataPaths, create_run
 from swarm.base.config import RunConfig
-place = sys.argv[1]
-config = RunConfig(num_stages=2, sequence_length=8, **fields_of(place, {}))
-print(create_run(config, DataPaths(model=place, tokenizer=sys.argv[2])).to_bytes().decode())
+tokenizer, *steps = sys.argv[1:]
+for place, gone in zip(steps[::2], steps[1::2]):
+    if gone:
+        pathlib.Path(gone).unlink()  # from the cache, before this run is created
+    config = RunConfig(num_stages=2, sequence_length=8, **fields_of(place, {}))
+    print(create_run(config, DataPaths(model=place, tokenizer=tokenizer)).to_bytes().decode())
 """
 LOAD = """
 import sys
@@ -121,7 +125,7 @@ def python(code: str, hub: HubStandIn, cache: Path, *argv: str) -> subprocess.Co
 
 def test_a_hub_id_fetches_only_the_shards_of_the_stage(model: Path, tokenizer: Path, tmp_path: Path) -> None:
     with HubStandIn(model, REPOSITORY) as hub:
-        made = python(CREATE, hub, tmp_path / "creator", REPOSITORY, str(tokenizer))
+        made = python(CREATE, hub, tmp_path / "creator", str(tokenizer), REPOSITORY, "")
         assert made.returncode == 0, made.stderr
         config = json.loads(made.stdout)
         assert sorted(hub.fetched) == ["config.json", "model.safetensors.index.json"], "the hub states the digests"
@@ -148,14 +152,15 @@ def test_a_hub_id_fetches_only_the_shards_of_the_stage(model: Path, tokenizer: P
     again = python(LOAD, hub, tmp_path / "peer", made.stdout, "")
     assert again.stdout.splitlines() == [values], again.stderr
     assert f"taking commit {COMMIT} from the cache" in again.stderr
-    for branches, revision in ((["main"], ""), (["main"], f"@{COMMIT}"), ([], "")):
-        cache = tmp_path / f"cache{len(branches)}{len(revision)}" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
-        shutil.copytree(model, cache / "snapshots" / COMMIT)
-        (cache / "refs").mkdir()
-        for branch in branches:
-            (cache / "refs" / branch).write_text(COMMIT)
-        offline = python(CREATE, hub, cache.parents[1], REPOSITORY + revision, str(tokenizer))
-        assert offline.stdout == made.stdout, offline.stderr
-    nowhere = python(CREATE, hub, tmp_path / "empty", REPOSITORY, str(tokenizer))
+    cache = tmp_path / "offline" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
+    shutil.copytree(model, cache / "snapshots" / COMMIT)
+    branch = cache / "refs" / "main"
+    branch.parent.mkdir()
+    branch.write_text(COMMIT)
+    steps = [REPOSITORY, "", f"{REPOSITORY}@{COMMIT}", "", REPOSITORY, str(branch)]
+    offline = python(CREATE, hub, tmp_path / "offline", str(tokenizer), *steps)
+    assert offline.stdout == 3 * made.stdout, offline.stderr
+    assert not branch.exists(), "the last was created from a commit that no branch names"
+    nowhere = python(CREATE, hub, tmp_path / "empty", str(tokenizer), REPOSITORY, "")
     assert "it is not in the cache" in nowhere.stderr
     assert os.environ.get("HF_ENDPOINT") is None, "only the processes above played with it"

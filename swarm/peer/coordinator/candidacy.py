@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from swarm.base.ids import Ballot, MemberKey
-from swarm.peer.coordinator.leadership import Rosters
+from swarm.peer.coordinator.run_leadership import Rosters
 from swarm.peer.link import Link
 from swarm.wire import messages as m
 

@@ -1,9 +1,9 @@
 """The coordinator: ends steps and decides records. Any backbone or trainer can be it; `election` decides who is.
 
-Its parts: `leadership` (what they share), `leasing` (tickets to trainers), `stage_leaders` (ledgers and averages from stages),
-`next_members` (who the next record lists), `lineage` (which version the run goes on from), `rebalancing` (who moves) and
-`operating` (what an operator asked). It holds nothing that members could not tell a successor; the decision itself is pure:
-`lifecycle/record.py`.
+Its parts: `run_leadership` (what they share), `leasing` (tickets to trainers), `chosen_leaders` (ledgers and averages from
+stages), `next_members` (who the next record lists), `lineage` (which version the run goes on from), `rebalancing` (who
+moves) and `operating` (what an operator asked). It holds nothing that members could not tell a successor; the decision itself
+is pure: `lifecycle/record.py`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from swarm.base.ids import Ballot
 from swarm.lifecycle.coverage import coverage_of, covered_by_all
 from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.coordinator.leadership import Demoted, Leadership, Rivalry, Rosters
+from swarm.peer.coordinator.chosen_leaders import ChosenLeaders, StageLost
 from swarm.peer.coordinator.leasing import Leasing
 from swarm.peer.coordinator.lineage import NUM_ASKED_AT_START, Lineage
 from swarm.peer.coordinator.next_members import NextMembers
 from swarm.peer.coordinator.operating import Operating
 from swarm.peer.coordinator.rebalancing import Planner, Rebalancing
-from swarm.peer.coordinator.stage_leaders import StageLeaders, StageLost
+from swarm.peer.coordinator.run_leadership import Demoted, Rivalry, Rosters, RunLeadership
 from swarm.peer.link import Link, Refuse, Tasks
 from swarm.policy.schedule import learning_rate
 from swarm.wire import messages as m
@@ -57,14 +57,14 @@ class Coordinator:
         plan: Planner,
     ) -> None:
         self._tasks = tasks
-        self._leadership = Leadership(link, ballot, rosters)
+        self._leadership = RunLeadership(link, ballot, rosters)
         self._config = link.context.config
         self._timing = self._config.timing
         self.leasing = Leasing(self._leadership)
         self.rebalancing = Rebalancing(self._leadership, plan)
-        self._leads = StageLeaders(self._leadership, attempt_n, self.rebalancing.hear)
+        self._chosen_leaders = ChosenLeaders(self._leadership, attempt_n, self.rebalancing.hear)
         self._lineage = Lineage(self._leadership)
-        self.next_members = NextMembers(self._leadership, self._leads, tasks)
+        self.next_members = NextMembers(self._leadership, self._chosen_leaders, tasks)
         self._checked = 0.0
         #: Stages of which no member keeps checkpoints, as they were told last.
         self._unsaved: list[int] = []
@@ -223,7 +223,7 @@ class Coordinator:
         if self.ballot.counter > 1:  # before the first ballot nobody has begun a step
             with self.leasing.recovering():
                 for step, pool in self.leasing.pools.items():
-                    gathered = await self._leads.gather_all(step, freeze=False)
+                    gathered = await self._chosen_leaders.gather_all(step, freeze=False)
                     for index in covered_by_all([coverage_of(seals) for seals in gathered]):
                         pool.done(index)
         await self._leadership.notify()
@@ -261,7 +261,7 @@ class Coordinator:
                 return
             times = [leadership.now]
             leadership.tell_waiting(f"seals of step {step}")
-            gathered = await self._leads.gather_all(step, freeze=True)
+            gathered = await self._chosen_leaders.gather_all(step, freeze=True)
             coverages = [coverage_of(seals) for seals in gathered]
             missing = all_tickets - covered_by_all(coverages)
             if missing:
@@ -270,10 +270,10 @@ class Coordinator:
                 for coverage in coverages:
                     for index, peers in coverage.unconfirmed.items():
                         pool.avoid_peers(index, peers)
-                excluded = frozenset(x.peer for x in self._leads.excluded())
+                excluded = frozenset(x.peer for x in self._chosen_leaders.excluded())
                 for index in missing:
                     pool.avoid_peers(index, excluded)
-                await self._leads.gather_all(step, freeze=False)
+                await self._chosen_leaders.gather_all(step, freeze=False)
                 pool.free(missing)
                 await leadership.notify()
                 continue
@@ -281,8 +281,8 @@ class Coordinator:
                 logger.error("step %d: %s called a ticket overflow that another peer found finite", step, peer[:8])
             leadership.tell_waiting(f"averages of step {step}")
             times.append(leadership.now)
-            results = await self._leads.average_all(step, gathered)
-            if results is None or not self._leads.have_enough(results):
+            results = await self._chosen_leaders.average_all(step, gathered)
+            if results is None or self._chosen_leaders.readmit_if_few_hold(results):
                 reopened += 1
                 await leadership.wait(0.05)
                 continue
@@ -314,7 +314,7 @@ class Coordinator:
                 await leadership.notify()
             if leadership.now - self._checked > (1.0 if leasing.is_uncertain else self._timing.coordinator_s):
                 leasing.leaders_are_looked_at()
-                await self._leads.check(step, None if leasing.paused else (pool.num_done, pool.num_free))
+                await self._chosen_leaders.check(step, None if leasing.paused else (pool.num_done, pool.num_free))
                 self.next_members.require_state()
                 self._checked = leadership.now
             await leadership.wait(self._timing.lease_s / 8)
@@ -341,7 +341,7 @@ class Coordinator:
         self._tell_of_unsaved(record)
         self.next_members.committed(record)
         self.leasing.commit_evaluates(step)
-        await self._publish(record, self._leads.excluded())
+        await self._publish(record, self._chosen_leaders.excluded())
 
     def _tell_of_unsaved(self, record: m.CommitRecord) -> None:
         """Warn once of stages that nobody keeps checkpoints of: those of the others are of no use then."""
@@ -366,7 +366,7 @@ class Coordinator:
         previous = leadership.record.members if leadership.record is not None else ()
         extra = {x.key: x for xs in previous for x in xs} | {x.key: x for x in others}
         leadership.take(record)
-        self._leads.begin_step()
+        self._chosen_leaders.begin_step()
         self.leasing.pause(self._operating.is_paused)
         self.leasing.open_pools()
         heard: set[int] = set()

@@ -18,8 +18,8 @@ from swarm.peer.announcing import find_coordinators, keep_announcing, member_of,
 from swarm.peer.context import coordinator_key, stage_key
 from swarm.peer.coordinator.candidacy import WAITING_STATE, BackOff, Candidacy, answering_members, in_words
 from swarm.peer.coordinator.coordinator import Coordinator
-from swarm.peer.coordinator.leadership import Demoted
 from swarm.peer.coordinator.rebalancing import Planner
+from swarm.peer.coordinator.run_leadership import Demoted
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
@@ -76,7 +76,7 @@ class Election:
         holder = self.coordinator or self.candidacy
         return "" if holder is None else holder.waiting_for
 
-    def _leading(self) -> Coordinator:
+    def _require_coordinator(self) -> Coordinator:
         if self.coordinator is None:
             waits = f": the run waits for {self.candidacy.waiting_for}" if self.candidacy is not None else ""
             raise Refuse("unknown", f"this peer is not the coordinator{waits}")
@@ -85,20 +85,20 @@ class Election:
     async def _on_lease(self, message: m.Lease, frame: Frame, progress: Progress) -> m.Leased:
         if self.candidacy is not None:
             return await self.candidacy.on_lease(message)
-        return await self._leading().leasing.on_lease(message)
+        return await self._require_coordinator().leasing.on_lease(message)
 
     async def _on_join(self, message: m.Join, frame: Frame, progress: Progress) -> m.Joining:
         if self.candidacy is not None and not message.leaving:
             return self.candidacy.on_join()
-        return await self._leading().on_join(message)
+        return await self._require_coordinator().on_join(message)
 
     async def _on_place(self, message: m.Place, frame: Frame, progress: Progress) -> m.Placed:
         if self.candidacy is not None:
             return self.candidacy.on_place()
-        return self._leading().on_place(message)
+        return self._require_coordinator().on_place(message)
 
     async def _on_operate(self, message: m.Operate, frame: Frame, progress: Progress) -> m.Operated:
-        return await self._leading().on_operate(message, progress.remote)
+        return await self._require_coordinator().on_operate(message, progress.remote)
 
     async def _on_elect(self, message: m.Elect, frame: Frame, progress: Progress) -> m.Elected:
         raise Refuse("wrong_stage", "this peer serves no stage")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from swarm.base.ids import MemberKey, Ticket
 from swarm.lifecycle.tickets import TicketPool
-from swarm.peer.coordinator.leadership import Leadership
+from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.peer.link import Refuse
 from swarm.wire import messages as m
 
@@ -22,7 +22,7 @@ MAX_TRAINERS = 1024
 class Leasing:
     """The open steps' tickets, and the trainers that ask for them."""
 
-    def __init__(self, leadership: Leadership) -> None:
+    def __init__(self, leadership: RunLeadership) -> None:
         self._leadership = leadership
         self.pools: dict[int, TicketPool] = {}
         #: Trainers seen, with the time of their last word.

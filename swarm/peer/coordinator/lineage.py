@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import MemberKey
 from swarm.lifecycle.record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
-from swarm.peer.coordinator.leadership import Demoted, Leadership
+from swarm.peer.coordinator.run_leadership import Demoted, RunLeadership
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
 from swarm.wire import messages as m
@@ -59,7 +59,7 @@ def _names(keys: Iterable[MemberKey]) -> str:
 class Lineage:
     """One coordinator's view of the run's history and of others'."""
 
-    def __init__(self, leadership: Leadership) -> None:
+    def __init__(self, leadership: RunLeadership) -> None:
         self._leadership = leadership
         #: Since when each peer that may hold something has not said what.
         self._silent_since: dict[MemberKey, float] = {}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from swarm.base.ids import MemberKey
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Leadership
-from swarm.peer.coordinator.stage_leaders import StageLeaders, StageLost
+from swarm.peer.coordinator.chosen_leaders import ChosenLeaders, StageLost
+from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.peer.link import Refuse, Tasks
 from swarm.policy.liveness import FIRST_LOOK_S
 from swarm.wire import messages as m
@@ -41,10 +41,10 @@ class _Joiner:
 class NextMembers:
     """One coordinator's view of who comes and who goes."""
 
-    def __init__(self, leadership: Leadership, leads: StageLeaders, tasks: Tasks) -> None:
+    def __init__(self, leadership: RunLeadership, chosen_leaders: ChosenLeaders, tasks: Tasks) -> None:
         self._leadership = leadership
         self._tasks = tasks
-        self._leads = leads
+        self._chosen_leaders = chosen_leaders
         self._joiners: dict[MemberKey, _Joiner] = {}
         #: Members that go, with the first step whose record does not list them: until then it takes their gradients.
         self._leaving: dict[MemberKey, int] = {}
@@ -154,7 +154,7 @@ class NextMembers:
 
         silent = self._leadership.link.presence.liveness.silent(x.key for members in record.members for x in members)
         ready = [
-            [x for x in members if x.ready and x.key not in silent and not self._leads.is_excluded(stage, x.key)]
+            [x for x in members if x.ready and x.key not in silent and not self._chosen_leaders.is_excluded(stage, x.key)]
             for stage, members in enumerate(record.members)
         ]
         return [stage for stage, members in enumerate(ready) if members and all(map(lacks_state, members))]
@@ -204,7 +204,7 @@ class NextMembers:
         for going in (gone | moving, gone, set()):  # never empty a stage: who moves stays first
             if not any(x.ready for x in staying):
                 staying = [x for x in holders if x.key not in going]
-        leader = self._leads.leader(stage)
+        leader = self._chosen_leaders.leader(stage)
         staying.sort(key=lambda x: leader is None or x.key != leader.key)
         return staying
 
@@ -216,7 +216,7 @@ class NextMembers:
                 continue
             if now - joiner.seen > self._leadership.timing.record_ttl_s or key in present:
                 del self._joiners[key]
-            elif joiner.is_met and not self._leads.is_excluded(stage, key):
+            elif joiner.is_met and not self._chosen_leaders.is_excluded(stage, key):
                 # A joiner is listed at once, and copies averages; it is ready, and waited for, once it holds the newest version.
                 ready = joiner.member.ready and joiner.version_id == record.version_id
                 staying.append(joiner.member.model_copy(update={"ready": ready}))

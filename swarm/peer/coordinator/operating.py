@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from swarm.lifecycle.order import changed, fault_of, is_stopped
-from swarm.peer.coordinator.leadership import Leadership
+from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.peer.link import Refuse
 from swarm.wire import messages as m
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class Operating:
     """The order that holds under one coordinator; `order` is that of the record with which it was elected."""
 
-    def __init__(self, leadership: Leadership, order: m.Order) -> None:
+    def __init__(self, leadership: RunLeadership, order: m.Order) -> None:
         self._leadership = leadership
         self.order = order
 

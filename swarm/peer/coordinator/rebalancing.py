@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from swarm.base.choices import optimizer_facts
 from swarm.base.ids import MemberKey, PeerId
 from swarm.lifecycle.record import Members
-from swarm.peer.coordinator.leadership import Leadership
+from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import RebalancePlan, plan_moves
 from swarm.policy.throughput import StageWork, Swarm, Worker, held_per_state
@@ -42,7 +42,7 @@ class Rebalancing:
         plan: the policy, which is pure; a test may want certain moves.
     """
 
-    def __init__(self, leadership: Leadership, plan: Planner = plan_moves) -> None:
+    def __init__(self, leadership: RunLeadership, plan: Planner = plan_moves) -> None:
         self._leadership = leadership
         self._plan = plan
         self._every_s = leadership.timing.rebalance_every_s

@@ -79,7 +79,7 @@ class StageMember:
             return state.leader
         return next((x for x in self.members_for(step) if x.ready), None)
 
-    def leads(self) -> bool:
+    def leads_stage(self) -> bool:
         """Tell whether this peer leads its stage in a step that is open."""
         last = min(self._committed.num_commits + self._context.config.delay_steps, self._context.config.total_steps - 1)
         leaders = [self.leader_of(step) for step in range(self._committed.num_commits, last + 1)]

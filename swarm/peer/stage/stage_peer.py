@@ -234,7 +234,7 @@ class StagePeer:
         if record is None or committed.listed() is None or record.order.paused or is_stopped(record):
             return False
         others = sum(x.ready for x in record.members[self.stage]) > 1
-        return others and (bool(member.held_tickets()) or member.leads())
+        return others and (bool(member.held_tickets()) or member.leads_stage())
 
     @property
     def is_saving(self) -> bool:

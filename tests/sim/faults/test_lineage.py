@@ -13,8 +13,8 @@ import pytest
 from swarm.base.errors import LinkBroken, StorageError
 from swarm.base.ids import Ballot
 from swarm.lifecycle.record import restoring_record
-from swarm.peer.coordinator.leadership import Demoted, Leadership
 from swarm.peer.coordinator.lineage import Lineage
+from swarm.peer.coordinator.run_leadership import Demoted, RunLeadership
 from swarm.peer.stage import saved_states
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
 from swarm.testing.simulation.phases import committed, finish_from, kind
@@ -689,7 +689,7 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
             simulation.isolate(late)
         backbones = [node for name, node in simulation.nodes.items() if name.startswith("backbone")]
         link = next(node.peer.link for node in backbones if not simulation.coordinates(node))
-        leadership = Leadership(link, Ballot(1, link.context.peer), rosters=None)
+        leadership = RunLeadership(link, Ballot(1, link.context.peer), rosters=None)
         leadership.take(simulation.commits[1])
         rival = simulation.commits[3]
         if how == "has not heard":

@@ -16,8 +16,8 @@ from swarm.base.errors import SwarmError
 from swarm.lifecycle import record
 from swarm.lifecycle.coverage import Coverage
 from swarm.lifecycle.step import STEP, Ledger
+from swarm.peer.coordinator import chosen_leaders
 from swarm.peer.coordinator import election as election
-from swarm.peer.coordinator import stage_leaders as stage_leads
 from swarm.peer.link import Link
 from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.micro_batches import MicroBatchServer
@@ -311,7 +311,7 @@ def count_tied_sums_in_every_stage(patch):
 
 
 def decide_on_tied_sums_that_differ(patch):
-    for module in (election, record, stage_leads):
+    for module in (election, record, chosen_leaders):
         patch.setattr(module, "torn_tie", lambda results: "")
 
 

@@ -448,7 +448,7 @@ def test_a_last_stage_whose_claims_are_late_keeps_two_graphs():
         simulation = Simulation(small_config(total_steps=3, target_batch_size=64), seed=34)
         await simulation.start(peers_per_stage=2, trainers=1)
         await committed(simulation, 1)
-        leader = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n.peer.member.leads())
+        leader = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n.peer.member.leads_stage())
         member = next(n for n in simulation.nodes.values() if n.name.startswith("stage2") and n is not leader)
         compute, graphs, most = member.peer.stage_context.compute, 0, 0
         forward, backward = compute.forward, compute.backward

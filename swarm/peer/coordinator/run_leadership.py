@@ -1,7 +1,7 @@
-"""What all parts of a coordinator share: its ballot, the newest record, and whether its leadership still stands.
+"""A coordinator's leadership of the run, which all its parts share: its ballot, the newest record, whether it still stands.
 
-A leadership ends by `Demoted`; by `Rivalry` it is open to question. Owns the condition that waiting parts watch; decides
-nothing.
+Stages have leaders of their own, whom the coordinator chooses (`chosen_leaders.py`). A leadership ends by `Demoted`; by
+`Rivalry` it is open to question. Owns the condition that waiting parts watch; decides nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Rivalry(SwarmError):
         self.record = record
 
 
-class Leadership:
-    """One coordinator's leadership, from its election on."""
+class RunLeadership:
+    """One coordinator's leadership of the run, from its election on."""
 
     def __init__(self, link: Link, ballot: Ballot, rosters: Rosters) -> None:
         self.link = link

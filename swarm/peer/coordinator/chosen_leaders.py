@@ -1,4 +1,4 @@
-"""Who leads each stage in the step that is being ended, and what the coordinator asks of leaders: ledgers and averages.
+"""Whom the coordinator chose to lead each stage in the step being ended, and what it asks of them: ledgers and averages.
 
 Owns the excluded members of the step, and the attempts' numbers, which rise over steps. A leader that does not answer is
 replaced. Must not decide whether a step ends: that is the coordinator's.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import MemberKey
 from swarm.lifecycle.coverage import torn_tie
-from swarm.peer.coordinator.leadership import Leadership, Rivalry
+from swarm.peer.coordinator.run_leadership import Rivalry, RunLeadership
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
@@ -27,55 +27,58 @@ class StageLost(SwarmError):
 
 
 @dataclass
-class _StageLead:
-    """Who leads one stage in the step being ended, and the number of its last attempt."""
+class _LedStage:
+    """One stage in the step being ended: its leader, who is excluded, and the number of the stage's last attempt."""
 
     excluded: dict[MemberKey, m.Member] = field(default_factory=dict)
     leader: m.Member | None = None
     n: int = 0
 
 
-class StageLeaders:
-    """One coordinator's view of the stages' leaders; `hear` is called with a stage and the loads that its members report."""
+class ChosenLeaders:
+    """The leaders that one coordinator chose; `hear` is called with a stage and the loads that its members report.
 
-    def __init__(self, leadership: Leadership, attempt_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
+    A leader itself is a stage peer: there `StageLeader` answers what is asked here.
+    """
+
+    def __init__(self, leadership: RunLeadership, attempt_n: int, hear: Callable[[int, tuple[m.Load, ...]], None]) -> None:
         self._leadership = leadership
         self._hear = hear
-        self._leads = [_StageLead(n=attempt_n) for _ in range(leadership.config.num_stages)]
+        self._stages = [_LedStage(n=attempt_n) for _ in range(leadership.config.num_stages)]
         # A look takes `request_s`: so a silent peer is found `stall_s` after it fell silent.
         still_s = max(leadership.timing.coordinator_s, leadership.timing.stall_s - leadership.timing.request_s)
         self._stillness = Stillness(still_s, leadership.now)
 
     def begin_step(self) -> None:
         """Begin after a new record: its first ready members lead, and nobody is excluded."""
-        for lead in self._leads:
-            lead.excluded.clear()
-            lead.leader = None
+        for led in self._stages:
+            led.excluded.clear()
+            led.leader = None
 
     def excluded(self) -> list[m.Member]:
         """Return the members that this step goes on without."""
-        return [x for lead in self._leads for x in lead.excluded.values()]
+        return [x for led in self._stages for x in led.excluded.values()]
 
     def is_excluded(self, stage: int, key: MemberKey) -> bool:
         """Tell whether this step goes on without that member of `stage`."""
-        return key in self._leads[stage].excluded
+        return key in self._stages[stage].excluded
 
-    def have_enough(self, results: list[m.StageResult]) -> bool:
-        """Tell whether the step may commit; else the members of the stage that lacks some are asked again.
+    def readmit_if_few_hold(self, results: list[m.StageResult]) -> bool:
+        """Ask the excluded members of a stage again if too few hold its average; True then: the step must not commit yet.
 
         With `min_peers_per_stage` above 1 a step needs that many holders of each stage, and most of its last members. The
         operator chose that the run stops rather than split: of two halves of a partition at most one goes on.
         """
         least = self._leadership.config.min_peers_per_stage
         if least == 1:
-            return True
+            return False
         for stage, result in enumerate(results):
             need = max(least, len(self.members(stage)) // 2 + 1)
             if len(result.holders) < need:
                 self._leadership.tell_waiting(f"{need} peers of stage {stage} ({len(result.holders)} are here)")
-                self._leads[stage].excluded.clear()
-                return False
-        return True
+                self._stages[stage].excluded.clear()
+                return True
+        return False
 
     async def check(self, step: int, advance: object) -> None:
         """Replace leaders that are gone before the seal shows it.
@@ -89,7 +92,7 @@ class StageLeaders:
         """
         stages = range(self._leadership.config.num_stages)
         everyone = advance is not None and self._stillness.is_due((step, advance), now=self._leadership.now)
-        gone = [] if everyone else await together(*(self._leader_is_gone(stage) for stage in stages))
+        gone = [] if everyone else await together(*(self._exclude_leader_if_gone(stage) for stage in stages))
         if not everyone and not any(gone):
             return
 
@@ -99,8 +102,8 @@ class StageLeaders:
 
         await together(*(renew(stage) for stage in stages))
 
-    async def _leader_is_gone(self, stage: int) -> bool:
-        """Exclude the leader if it is gone; tell it the newest record if it lacks that.
+    async def _exclude_leader_if_gone(self, stage: int) -> bool:
+        """Exclude the leader if it is gone, and return if it was; tell it the newest record if it lacks that.
 
         Raises:
             Rivalry: the leader has a newer record.
@@ -128,18 +131,18 @@ class StageLeaders:
 
     def leader(self, stage: int) -> m.Member | None:
         """Return the stage's leader: the one that was told to lead, else the first ready member that is not excluded."""
-        lead = self._leads[stage]
-        if lead.leader is None or lead.leader.key in lead.excluded:
-            lead.leader = next((x for x in self.members(stage) if x.key not in lead.excluded), None)
-        return lead.leader
+        led = self._stages[stage]
+        if led.leader is None or led.leader.key in led.excluded:
+            led.leader = next((x for x in self.members(stage) if x.key not in led.excluded), None)
+        return led.leader
 
     def _exclude(self, stage: int, member: m.Member | None) -> None:
         if member is not None:
-            self._leads[stage].excluded[member.key] = member
+            self._stages[stage].excluded[member.key] = member
 
     async def _exclude_silent(self, stage: int, level: int = logging.INFO) -> bool:
         """Look at all members at once and exclude those that do not answer: several may have died together."""
-        asked = [x for x in self.members(stage) if x.key not in self._leads[stage].excluded]
+        asked = [x for x in self.members(stage) if x.key not in self._stages[stage].excluded]
         there = {x.key for x in await self._leadership.link.presence.answering(asked)}
         silent = [x for x in asked if x.key not in there]
         for member in silent:
@@ -149,12 +152,12 @@ class StageLeaders:
         return bool(silent)
 
     async def gather_all(self, step: int, *, freeze: bool) -> list[tuple[m.Seal, ...]]:
-        """Collect the seals of every stage, each under a new attempt."""
+        """Gather the seals of every stage from its leader, each under a new attempt."""
         return await together(*(self._gather(step, stage, freeze=freeze) for stage in range(self._leadership.config.num_stages)))
 
     async def _gather(self, step: int, stage: int, *, freeze: bool) -> tuple[m.Seal, ...]:
-        """Collect the seals of one stage under a new attempt; a leader that does not answer is replaced until one does."""
-        lead = self._leads[stage]
+        """Gather the seals of one stage under a new attempt; a leader that does not answer is replaced until one does."""
+        led = self._stages[stage]
         backoff = 0.1
         lost_since: float | None = None
         told: set[MemberKey] = set()
@@ -176,13 +179,13 @@ class StageLeaders:
                 if await self._have_restarted(stage):
                     raise StageLost(f"every member of stage {stage} has ended; they are here again without their memory")
                 self._leadership.lost.add(stage)
-                lead.excluded.clear()
+                led.excluded.clear()
                 await asyncio.sleep(backoff)
                 backoff = min(2.0, 2 * backoff)
                 continue
             level = logging.INFO if lost_since is None else logging.DEBUG  # while nobody is there they are tried for ever
-            lead.n += 1
-            attempt = m.Attempt(ballot=self._leadership.ballot, n=lead.n)
+            led.n += 1
+            attempt = m.Attempt(ballot=self._leadership.ballot, n=led.n)
             request = m.Gather(
                 run=self._leadership.context.run,
                 stage=stage,
@@ -190,7 +193,7 @@ class StageLeaders:
                 attempt=attempt,
                 freeze=freeze,
                 members=tuple(self.members(stage)),
-                excluded=tuple(lead.excluded.values()),
+                excluded=tuple(led.excluded.values()),
             )
             try:
                 reply, _ = await self._leadership.link.ask(
@@ -211,7 +214,7 @@ class StageLeaders:
                 self._exclude(stage, leader)
                 await self._exclude_silent(stage, level)
             else:
-                lead.excluded |= {x.key: x for x in reply.excluded}
+                led.excluded |= {x.key: x for x in reply.excluded}
                 self._leadership.lost.discard(stage)
                 self._hear(stage, reply.loads)
                 return reply.seals
@@ -239,7 +242,7 @@ class StageLeaders:
 
     async def average_all(self, step: int, gathered: list[tuple[m.Seal, ...]]) -> list[m.StageResult] | None:
         """Have every stage average its attempt, tied sums included; None if one failed."""
-        attempts = tuple(m.Attempt(ballot=self._leadership.ballot, n=lead.n) for lead in self._leads)
+        attempts = tuple(m.Attempt(ballot=self._leadership.ballot, n=led.n) for led in self._stages)
         replies = await together(
             *(self._average(step, stage, gathered[stage], attempts) for stage in range(self._leadership.config.num_stages))
         )

@@ -36,7 +36,7 @@ class Kept:
         """Note why a disk refused the last checkpoint."""
         self.refused = why
 
-    def is_news(self, damage: str) -> bool:
+    def note_news(self, damage: str) -> bool:
         """Note what is wrong with a checkpoint; True for the first time."""
         is_new = damage not in self._damaged
         self._damaged.add(damage)

@@ -217,7 +217,7 @@ class LocalSwarm:
             self._kept.refuse(report["message"])
             self._view.event(f"{name}: {report['message']}; training goes on")
         elif event == "damaged":
-            if self._kept.is_news(report["message"]):
+            if self._kept.note_news(report["message"]):
                 self._view.event(f"{name}: {report['message']}")
         elif event == "remark" and name == "stage-0-0":  # all say the same of the model
             self._view.event(report["message"])

@@ -50,7 +50,10 @@ class AtWork:
 
         def look() -> int:
             nonlocal count
-            count += any(self._is_within(running, waits_s) for running in self._under_way())
+            under_way = list(self._under_way())
+            for running in under_way:
+                self._ask_if_unknown(running)
+            count += any(self._executor.now() + waits_s < self._until(running) for running in under_way)
             return count
 
         progress.follow(lambda: self._executor.finished)
@@ -93,12 +96,12 @@ class AtWork:
         """Return the time, on the executor's clock, from which on it hangs."""
         return max(running.began + self._executor.times.allowed_s(running.kind), running.ticked + self._stall_s)
 
-    def _is_within(self, running: Running, waits_s: float) -> bool:
-        now, until = self._executor.now(), self._until(running)
-        if until == math.inf and now >= max(self._ask_at, running.began + self._stall_s / 2):
+    def _ask_if_unknown(self, running: Running) -> None:
+        """Ask others now and then, while nobody here knows what such a job may take."""
+        now = self._executor.now()
+        if self._until(running) == math.inf and now >= max(self._ask_at, running.began + self._stall_s / 2):
             self._ask_at = now + self._stall_s / 2
             self._tasks.start(self._ask(), "what jobs take")
-        return now + waits_s < until
 
     async def _ask(self) -> None:
         """Ask other peers of the stage what such a job took."""

@@ -144,13 +144,13 @@ class Presence:
 
     def _suspect_still_ones(self, now: float) -> None:
         for call in self._calls:
-            if call.stillness.is_due(call.progress.count, now=now):
+            if call.stillness.take_due(call.progress.count, now=now):
                 self.liveness.suspect(call.member, "a call stands still", now=now)
 
     def _give_up_on(self, member: Member) -> None:
         now = asyncio.get_running_loop().time()
         for call in self._calls:
-            if call.member.key == member.key and call.stillness.lasts(call.progress.count, now=now):
+            if call.member.key == member.key and call.stillness.observe(call.progress.count, now=now):
                 call.scope.reschedule(now)
 
     async def look_ended(self) -> None:

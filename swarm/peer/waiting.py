@@ -25,7 +25,7 @@ class Lasting:
         #: What was told, the latest last.
         self._told: dict[str, None] = {}
 
-    def is_news(self, text: str) -> bool:
+    def note_news(self, text: str) -> bool:
         """Note what it is now, "" for nothing; True if it is to be told now."""
         now = asyncio.get_running_loop().time()
         if text != self._text:

@@ -48,15 +48,15 @@ class Stillness:
         self._since = now
         self._after_s = first_s
 
-    def lasts(self, seen: object, *, now: float) -> bool:
-        """Whether it has stood still for `first_s`. `seen` is what moves, as it is now."""
+    def observe(self, seen: object, *, now: float) -> bool:
+        """Note `seen`, which is what moves, as it is now; return whether it has stood still for `first_s`."""
         if seen != self._seen:
             self._seen, self._since, self._after_s = seen, now, self._first_s
         return now - self._since >= self._first_s
 
-    def is_due(self, seen: object, *, now: float) -> bool:
-        """Whether to say so: as `lasts`, but after it was said once, only when twice as long has passed."""
-        is_due = self.lasts(seen, now=now) and now - self._since >= self._after_s
+    def take_due(self, seen: object, *, now: float) -> bool:
+        """Note `seen`, and return whether to say so: as `observe`, but after it was said, only once twice as long has passed."""
+        is_due = self.observe(seen, now=now) and now - self._since >= self._after_s
         if is_due:
             self._after_s *= 2
         return is_due

@@ -156,10 +156,10 @@ class MemoryNetwork(SimulatedLinks):
     def send(self, exchange: _Exchange, data: bytes) -> None:
         """Set the request on its way."""
         self._exchanges[exchange] = None
-        if self._happens("drop", self.drop):
+        if self._draw_fault("drop", self.drop):
             return
         self._run(exchange, self._deliver(exchange, data))
-        if self._happens("duplicate", self.duplicate):
+        if self._draw_fault("duplicate", self.duplicate):
             ghost: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             ghost.cancel()  # nobody waits for the second reply
             twin = _Exchange(exchange.caller, exchange.server, ghost, exchange.progress_timeout, exchange.progress)
@@ -189,7 +189,7 @@ class MemoryNetwork(SimulatedLinks):
         await self.awake(target)
         reply = await exchange.server.serve(exchange, data)
         await self.awake(target)
-        if self._happens("drop_reply", self.drop_reply):
+        if self._draw_fault("drop_reply", self.drop_reply):
             if self._rng.random() < 0.5:
                 await self._tell(exchange, lambda: exchange.fail(LinkBroken(f"{target}: connection reset")))
             return
@@ -224,7 +224,7 @@ class MemoryNetwork(SimulatedLinks):
                 receiver.num_received += piece
         exchange.transfer(False)
 
-    def _happens(self, kind: str, probability: float) -> bool:
+    def _draw_fault(self, kind: str, probability: float) -> bool:
         happens = probability > 0 and self._rng.random() < probability
         self.injected[kind] += happens
         return happens

@@ -72,8 +72,8 @@ class Call:
             self.timer.cancel()
         self.due_at = None
 
-    def has_stood_still(self, now: float, least_s: float) -> bool:
-        """Whether its timer came over `least_s` seconds late: this process itself stood still. True once at most."""
+    def note_stall(self, now: float, least_s: float) -> bool:
+        """Note it if the timer came over `least_s` seconds late: this process itself stood still. True then, and once at most."""
         if self.due_at is None or self.has_stalled or now - self.due_at < least_s:
             return False
         self.has_stalled = True

@@ -143,7 +143,7 @@ class RecordProtocol(KademliaProtocol):
 
     def _transmit(self, call_id: bytes) -> None:
         call = self._outstanding[call_id]
-        if self._has_stalled(call_id, call, self._transmit):
+        if self._rearm_after_stall(call_id, call, self._transmit):
             return
         now, attempt = self._loop.time(), len(call.sent_at)
         if attempt > call.renewals:
@@ -162,10 +162,10 @@ class RecordProtocol(KademliaProtocol):
         datagram = wire.REQUEST + call_id + bytes([attempt]) + call.content
         self.socket.send(datagram, (call.node.ip, call.node.port))
 
-    def _has_stalled(self, call_id: bytes, call: Call, then: Callable[[bytes], None]) -> bool:
-        """Whether a timer came so late that this process itself stood still: the answer may be waiting to be read."""
+    def _rearm_after_stall(self, call_id: bytes, call: Call, then: Callable[[bytes], None]) -> bool:
+        """Wait once more, and return True, if a timer came so late that this process stood still: an answer may lie unread."""
         now = self._loop.time()
-        if not call.has_stood_still(now, self._timing.least_wait_s):
+        if not call.note_stall(now, self._timing.least_wait_s):
             return False
         self._counters["own_stalls"] += 1
         call.arm(self._loop, now + self._timing.least_wait_s, then, call_id)
@@ -182,7 +182,7 @@ class RecordProtocol(KademliaProtocol):
 
     def _timeout(self, msg_id: bytes) -> None:
         call = self._outstanding[msg_id]
-        if self._has_stalled(msg_id, call, self._timeout):
+        if self._rearm_after_stall(msg_id, call, self._timeout):
             return
         self._counters["timeouts"] += 1
         self.known.lost((call.node.ip, call.node.port))

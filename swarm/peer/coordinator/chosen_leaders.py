@@ -91,7 +91,7 @@ class ChosenLeaders:
             advance: any value that changes while the step goes on; None while it need not go on.
         """
         stages = range(self._leadership.config.num_stages)
-        everyone = advance is not None and self._stillness.is_due((step, advance), now=self._leadership.now)
+        everyone = advance is not None and self._stillness.take_due((step, advance), now=self._leadership.now)
         gone = [] if everyone else await together(*(self._exclude_leader_if_gone(stage) for stage in stages))
         if not everyone and not any(gone):
             return

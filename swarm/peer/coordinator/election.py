@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import Ballot, MemberKey
@@ -115,7 +116,7 @@ class Election:
             now = asyncio.get_running_loop().time()
             if await self._look_for_coordinator():
                 silent = 0
-                if not await self._has_seen_more() or now < self._stand_at:
+                if not await self._count_fuller_looks() or now < self._stand_at:
                     await asyncio.sleep(self._timing.coordinator_s / 3)
                     continue
             elif now < self._stand_at:
@@ -189,7 +190,7 @@ class Election:
             self._know(None)
         return False
 
-    async def _has_seen_more(self) -> bool:
+    async def _count_fuller_looks(self) -> bool:
         """Count the looks at which this peer sees every stage while another candidate waits for one, which may be cut off.
 
         True after a few of them in a row: then this peer should stand.
@@ -209,9 +210,7 @@ class Election:
         self._back_off(str(missing))
         self.candidacy = Candidacy(self._link, ballot, missing)
         self._know(self.context.member())
-        announcing = self._tasks.start(
-            keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)), "announce"
-        )
+        announcing = self._announce_coordinator(ballot)
         try:
             while not self._retiring:
                 await asyncio.sleep(self._timing.coordinator_s / 3)
@@ -231,23 +230,16 @@ class Election:
 
     async def _stand(self) -> None:
         """One candidacy, and the leadership that follows if it is elected: a leadership ends by an exception only."""
-        while True:
-            ballot = Ballot(self._highest + 1, self.context.peer)
-            self._highest += 1
-            replies = await self._elect(ballot)
-            record: m.CommitRecord | None = None
-            for reply in replies:
-                if reply.record is not None and reply.record.newer_than(record):
-                    record = reply.record
-            missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
-            if record is None or not missing:  # before the first record there need not be a member of every stage
-                break
-            if not await self._wait_for_members(ballot, missing):
-                return
+        elected = await self._win_election()
+        if elected is None:
+            return
+        ballot, replies = elected
+        record = _newest_record(replies)
+        prepared = {} if record is None else _prepared_results(replies, record)
         self._warned.clear()
         self._answered_before.clear()
         self._pause.forget()
-        coordinator = Coordinator(
+        self.coordinator = coordinator = Coordinator(
             self._link,
             self._tasks,
             ballot,
@@ -256,37 +248,38 @@ class Election:
             attempt_n=max((r.attempt.n for r in replies), default=0),
             plan=self._plan,
         )
-        prepared: dict[int, m.StageResult] = {}
-        if record is not None:
-            for reply in [r for r in replies if r.record is not None and r.record.version_id == record.version_id]:
-                for step, result in reply.prepared:
-                    known = prepared.get(reply.stage)
-                    if step == record.step + 1 and (known is None or result.attempt.order > known.attempt.order):
-                        prepared[reply.stage] = result
-                    elif step == record.step + 1 and known is not None and result.attempt == known.attempt:
-                        holders = (*known.holders, *result.holders)
-                        prepared[reply.stage] = known.model_copy(update={"holders": holders})
-        if torn_tie(prepared.values()):
-            # They are of different attempts, so nobody can have decided on them together.
-            logger.info("prepared attempts disagree on the tied parameter %s; averaging again", torn_tie(prepared.values()))
-            prepared.clear()
-        self.coordinator = coordinator
         self._know(self.context.member())
         logger.info("coordinator with ballot %d, newest record: %s", ballot.counter, record.step if record else "none")
-        background = [
-            self._tasks.start(
-                keep_announcing(self._link, coordinator_key(self.context.run), lambda: self._record(ballot)),
-                "announce coordinator",
-            ),
-            self._tasks.start(coordinator.survey(), "survey"),
-        ]
-        if record is None:
+        await self._coordinate(coordinator, prepared)
+
+    async def _win_election(self) -> tuple[Ballot, list[m.Elected]] | None:
+        """Ask with ever higher ballots until every stage has answered; None if another candidate is found meanwhile."""
+        while True:
+            ballot = Ballot(self._highest + 1, self.context.peer)
+            self._highest += 1
+            replies = await self._elect(ballot)
+            missing = sorted(set(range(self.context.config.num_stages)) - {reply.stage for reply in replies})
+            # Before the first record there need not be a member of every stage.
+            if not missing or _newest_record(replies) is None:
+                return ballot, replies
+            if not await self._wait_for_members(ballot, missing):
+                return None
+
+    async def _coordinate(self, coordinator: Coordinator, prepared: dict[int, m.StageResult]) -> None:
+        """Announce the coordinator and run it, with what it does beside, until its leadership ends."""
+        background = [self._announce_coordinator(coordinator.ballot), self._tasks.start(coordinator.survey(), "survey")]
+        if coordinator.record is None:
             background.append(self._tasks.start(coordinator.look_for_record(), "look for a record"))
         try:
             await coordinator.run(prepared)
         finally:
             for task in background:
                 task.cancel()
+
+    def _announce_coordinator(self, ballot: Ballot) -> asyncio.Task[None]:
+        """Announce this peer as the coordinator, or as who waits in its place, until the task is cancelled."""
+        key = coordinator_key(self.context.run)
+        return self._tasks.start(keep_announcing(self._link, key, lambda: self._record(ballot)), "announce coordinator")
 
     async def _live_rosters(self) -> list[list[m.Member]]:
         return [[member_of(record) for record in roster] for roster in await self._rosters()]
@@ -328,3 +321,31 @@ class Election:
 
     def _record(self, ballot: Ballot) -> PeerRecord:
         return record_of(self.context, "coordinator", ballot=min(ballot.counter, MAX_RECORD_BALLOT))
+
+
+def _newest_record(replies: Sequence[m.Elected]) -> m.CommitRecord | None:
+    newest: m.CommitRecord | None = None
+    for reply in replies:
+        if reply.record is not None and reply.record.newer_than(newest):
+            newest = reply.record
+    return newest
+
+
+def _prepared_results(replies: Sequence[m.Elected], record: m.CommitRecord) -> dict[int, m.StageResult]:
+    """By stage, the average of the step after `record` that members hold: of each stage that of its highest attempt."""
+    prepared: dict[int, m.StageResult] = {}
+    for reply in replies:
+        if reply.record is None or reply.record.version_id != record.version_id:
+            continue
+        for result in [result for step, result in reply.prepared if step == record.step + 1]:
+            known = prepared.get(reply.stage)
+            if known is None or result.attempt.order > known.attempt.order:
+                prepared[reply.stage] = result
+            elif result.attempt == known.attempt:
+                prepared[reply.stage] = known.model_copy(update={"holders": (*known.holders, *result.holders)})
+    torn = torn_tie(prepared.values())
+    if torn:
+        # They are of different attempts, so nobody can have decided on them together.
+        logger.info("prepared attempts disagree on the tied parameter %s; averaging again", torn)
+        return {}
+    return prepared

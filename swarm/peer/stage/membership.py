@@ -107,7 +107,7 @@ class Membership:
             wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
             if wanted and self.state != "draining":
                 _, self.waiting_for = await self._ask_to_join()
-                if self._waiting.is_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
+                if self._waiting.note_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
                     logger.info(
                         "stage %d: this peer is not listed yet; the run waits for %s", self._context.stage, self.waiting_for
                     )
@@ -124,10 +124,10 @@ class Membership:
     async def _look_whether_the_run_waits(self) -> None:
         """Tell the operator what the run waits for, if no step commits for long while nothing is asked of this member."""
         timing, now = self._link.context.config.timing, asyncio.get_running_loop().time()
-        if self._stillness is None or not self._stillness.lasts(self._committed.num_commits, now=now):
+        if self._stillness is None or not self._stillness.observe(self._committed.num_commits, now=now):
             self.waiting_for = ""
         self._stillness = self._stillness or Stillness(2 * timing.request_s, now)
-        if not self._stillness.is_due(self._committed.num_commits, now=now):
+        if not self._stillness.take_due(self._committed.num_commits, now=now):
             return
         waiting_for = await self._ask_what_the_run_waits_for()
         if waiting_for not in ("", self.waiting_for) and not waiting_for.startswith(USUAL_WAITS):
@@ -185,12 +185,12 @@ class Membership:
     async def _hand_over(self, record: m.CommitRecord) -> None:
         """Go once a live member of the old stage is seen: this peer may be the last that holds its state."""
         target = self._committed.listed_elsewhere()
-        if target is not None and await self._others_hold(record):
+        if target is not None and await self._look_if_others_hold(record):
             self._on_move(target)
 
     async def _let_go(self, record: m.CommitRecord) -> None:
         """Drop the state that this peer was left out with, once another is seen to hold it, and download it anew."""
-        if not await self._others_hold(record):
+        if not await self._look_if_others_hold(record):
             return
         async with self._committed.settled():
             listed = self._committed.listed()
@@ -200,8 +200,8 @@ class Membership:
             self._left_out = False
         self._poke.set()
 
-    async def _others_hold(self, record: m.CommitRecord) -> bool:
-        """Tell whether another member holds the state of this peer's stage at `record`, which does not list this peer there."""
+    async def _look_if_others_hold(self, record: m.CommitRecord) -> bool:
+        """Ask whether another member holds the state of this peer's stage at `record`, which does not list this peer there."""
         self._gone_since = first = self._gone_since or record
         others = [x for x in record.members[self._context.stage] if x.ready and x.key != self._context.me.key]
         if others and (record.era, record.step) > (first.era, first.step):
@@ -221,7 +221,7 @@ class Membership:
             state = await download(context, donors, min_step=record.step)
         except (LinkError, RemoteError) as error:
             # Tried again twice a second, and after a restart it is soon well.
-            level = logging.WARNING if self._failing.is_news(str(error)) else logging.DEBUG
+            level = logging.WARNING if self._failing.note_news(str(error)) else logging.DEBUG
             logger.log(level, "stage %d: %s", context.stage, error)
             await self._catch_up(donors)
             return

@@ -308,7 +308,7 @@ class Trainer:
             if waited_s >= long_s and record is not None and self.waiting_for.startswith(AWAITED):
                 long_s *= 2
                 self._on_waiting(await whereabouts(self.link, record, self.waiting_for.split()[0]))
-            if waiting.is_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
+            if waiting.note_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
                 self._on_waiting(self.waiting_for)
 
     async def _hear(self) -> str:

@@ -74,7 +74,7 @@ def captured_if_it_pays(
 
     try:
         launched_s = min(seconds(launch) for _ in range(4))
-        if asks_the_device(launch):
+        if run_and_tell_if_it_waits(launch):
             raise RuntimeError("its model asks the device for values")
         captured = CapturedStage(call, version, inputs, labels, budget, graph_bytes())
         captured_s = min(seconds(replay) for _ in range(4))
@@ -318,8 +318,8 @@ def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
             gc.enable()
 
 
-def asks_the_device(compute: Callable[[], object]) -> bool:
-    """Whether `compute` waits for a value from the device, which a recording does not survive, nor torch's allocator.
+def run_and_tell_if_it_waits(compute: Callable[[], object]) -> bool:
+    """Run `compute`, and return whether it waits for a value from the device: no recording survives that, nor torch's allocator.
 
     torch tells it as a warning in the thread that waits: this one, or one of its own in which a backward runs Python code.
     Other threads of this program may wait meanwhile.

@@ -40,8 +40,8 @@ def test_a_checkpoint_counts_when_every_stage_has_it(tmp_path: Path) -> None:
 def test_a_run_is_lost_once_all_have_said_that_no_step_is_left() -> None:
     kept, stages = Kept(), {"stage-0-0": 0, "stage-1-0": 1, "stage-1-1": 1}
     kept.intact = {"stage-0-0": frozenset({20, 40}), "stage-1-0": frozenset()}
-    assert kept.is_news("step 40 is damaged")
-    assert not kept.is_news("step 40 is damaged")
+    assert kept.note_news("step 40 is damaged")
+    assert not kept.note_news("step 40 is damaged")
     assert not kept.is_lost(kept.held(stages), begins=False), "stage-1-1 has not said yet"
     kept.intact["stage-1-1"] = frozenset({20})
     assert not kept.is_lost(kept.held(stages), begins=False)

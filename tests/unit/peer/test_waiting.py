@@ -16,7 +16,7 @@ def told(texts: list[tuple[str, float]], every_s: float = 0.5) -> list[tuple[flo
         for text, for_s in texts:
             until = loop.time() + for_s
             while loop.time() < until:
-                if lasting.is_news(text):
+                if lasting.note_news(text):
                     found.append((loop.time(), text))
                 await asyncio.sleep(every_s)
         return found

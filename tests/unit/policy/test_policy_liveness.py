@@ -98,8 +98,8 @@ def test_what_is_remembered_is_bounded_in_number_and_time():
 
 def test_standing_still_is_told_at_ever_longer_times_and_anew_after_a_move():
     still = Stillness(2.0, 0.0)
-    assert [now for now in range(40) if still.is_due(7, now=float(now))] == [2, 4, 8, 16, 32]
-    assert not still.is_due(8, now=40.0)
-    assert not still.lasts(8, now=41.0)
-    assert still.lasts(8, now=42.0)
-    assert still.is_due(8, now=42.0)
+    assert [now for now in range(40) if still.take_due(7, now=float(now))] == [2, 4, 8, 16, 32]
+    assert not still.take_due(8, now=40.0)
+    assert not still.observe(8, now=41.0)
+    assert still.observe(8, now=42.0)
+    assert still.take_due(8, now=42.0)

@@ -313,7 +313,7 @@ def test_graphs_that_do_not_pay_are_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 @NEEDS_CUDA
 def test_a_capture_that_cuda_ends_leaves_stream_allocator_and_generator_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "asks_the_device", lambda call: False)
+    monkeypatch.setattr(graphs, "run_and_tell_if_it_waits", lambda call: False)
     budget = MemoryBudget(2**30)
     compute, versions = stage_of(1, budget=None)
     compute._budget, compute._may_capture = budget, True
@@ -394,7 +394,7 @@ def test_only_what_this_thread_asks_the_device_for_counts(who: str) -> None:
         warnings.warn("something else", stacklevel=2)
 
     with pytest.warns(UserWarning, match="something else") as said:
-        assert graphs.asks_the_device(compute) is (who in ("this thread", "torch's own"))
+        assert graphs.run_and_tell_if_it_waits(compute) is (who in ("this thread", "torch's own"))
     assert len(said) == 1
 
 

@@ -49,7 +49,7 @@ AddTied = Callable[[torch.Tensor], Awaitable[Tied]]
 
 
 class Round:
-    """One member's part in one attempt."""
+    """One member's side of one attempt."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Round:
         compression: Compression,
         *,
         dtype: torch.dtype,
-        shares: Sequence[int] = (),
+        slice_sizes: Sequence[int] = (),
         auxiliaries: Sequence[Member] = (),
         max_group: int = 2**30,
         num_chunks: int = NUM_CHUNKS,
@@ -74,18 +74,18 @@ class Round:
             me: key of this member.
             compression: of this member's contribution, not begun.
             dtype: of the sums.
-            shares: elements of the average that each member, and then each auxiliary, reduces; the exchanges are shared
-                alike. Equal parts if empty.
+            slice_sizes: elements of the average that each member, and then each auxiliary, reduces; the exchanges are
+                divided alike. Equal slices if empty.
             auxiliaries: peers that only reduce. All are in one group with the members.
             max_group: more members than that sum in groups, level by level; see `grid.py`.
             num_chunks, chunk_elements: see `Reduction`.
             run_job: runs what takes time.
 
         Raises:
-            ValueError: if `shares` are not one for each.
+            ValueError: if `slice_sizes` are not one for each.
         """
-        if shares and len(shares) != len(seals) + len(auxiliaries):
-            raise ValueError(f"{len(shares)} shares for {len(seals)} members and {len(auxiliaries)} auxiliaries")
+        if slice_sizes and len(slice_sizes) != len(seals) + len(auxiliaries):
+            raise ValueError(f"{len(slice_sizes)} slice_sizes for {len(seals)} members and {len(auxiliaries)} auxiliaries")
         self.attempt = attempt
         self.seals = tuple(seals)
         self.members = [*(seal.member for seal in seals), *auxiliaries]
@@ -93,7 +93,7 @@ class Round:
         self.me = next(i for i, member in enumerate(self.members) if member.key == me)
         self._compression = compression
         self._dtype = dtype
-        self._shares = tuple(shares)
+        self._slice_sizes = tuple(slice_sizes)
         self._max_group = max_group
         self._num_phases = 0
         self._num_chunks = num_chunks
@@ -106,9 +106,9 @@ class Round:
         self._changed = asyncio.Event()
 
     @property
-    def num_parts(self) -> int:
+    def num_received(self) -> int:
         """Chunks received so far: what a waiting caller sees advance."""
-        return sum(exchange.num_parts for exchange in self._exchanges.values())
+        return sum(exchange.num_received for exchange in self._exchanges.values())
 
     @property
     def blamed(self) -> dict[tuple[str, str], str]:
@@ -119,11 +119,11 @@ class Round:
         """The place of `member` among the members and auxiliaries; None if it is none of them."""
         return next((i for i, known in enumerate(self.members) if known.key == member.key), None)
 
-    async def reduce(self, member: Member, phase: int, number: int, part: CodedChunk | None) -> CodedChunk:
-        """`member`'s part of chunk `number` of my slice came in; returns the reduced chunk when all parts have.
+    async def reduce(self, member: Member, phase: int, number: int, chunk: CodedChunk | None) -> CodedChunk:
+        """`member`'s chunk `number` of my slice came in; returns the reduced chunk when those of all members have.
 
         Raises:
-            ValueError: if the part has no place here.
+            ValueError: if the chunk has no place here.
             RoundFailed: if the round ended meanwhile.
         """
         while phase not in self._exchanges:  # the sender is faster
@@ -137,7 +137,7 @@ class Round:
         index = next((i for i, known in enumerate(exchange.members) if known.key == member.key), None)
         if index is None or index == exchange.me:
             raise ValueError("the sender is not in this member's group")
-        return await exchange.reduce(index, number, part)
+        return await exchange.reduce(index, number, chunk)
 
     def fail(self, error: RoundFailed) -> None:
         """End the round: waiting callers get an error at once instead of a time-out."""
@@ -166,7 +166,7 @@ class Round:
         return StageSum(self.attempt, self.seals, tied.flat, digest, sum_squares, tied.digests, result.state)
 
     async def _advance(self, total: Sum | None) -> GroupVector | Compressed:
-        """The compression's next part, or its result."""
+        """The compression's next vector, or its result."""
 
         def job() -> GroupVector | Compressed:
             try:
@@ -176,34 +176,34 @@ class Round:
 
         return await self._run_job(job)
 
-    async def _sum(self, part: GroupVector, exchange: PhaseExchange) -> Sum:
+    async def _sum(self, vector: GroupVector, exchange: PhaseExchange) -> Sum:
         """The sum over everyone: in one group, or level by level if they are too many for one.
 
         What a sparse code leaves out, and who is far from whom, is known for one group only, and auxiliaries help in one
         only: it holds everyone then.
         """
-        needs_all = part.code.is_sparse or part.robust is not None or self._num_auxiliaries > 0
+        needs_all = vector.code.is_sparse or vector.robust is not None or self._num_auxiliaries > 0
         max_group = max(2, len(self.members)) if needs_all else self._max_group
         first, count = self._num_phases, num_levels(len(self.members), max_group)
         self._num_phases += count
         total = Sum(torch.empty(0))
         for level, group, adds in groups_of(len(self.members), self.me, max_group):
             if count > 1 and level == count - 1:  # the result is handed on, not rounded again
-                part = replace(part, code=Code())
-            total = await self._sum_in(first + level, group, part if adds else replace(part, values=None), exchange)
-            part = replace(part, values=total.total)
+                vector = replace(vector, code=Code())
+            total = await self._sum_in(first + level, group, vector if adds else replace(vector, values=None), exchange)
+            vector = replace(vector, values=total.total)
         return total
 
-    async def _sum_in(self, phase: int, group: Sequence[int], part: GroupVector, exchange: PhaseExchange) -> Sum:
-        weights = [self._shares[i] for i in group] if self._shares else [1.0] * len(group)
+    async def _sum_in(self, phase: int, group: Sequence[int], vector: GroupVector, exchange: PhaseExchange) -> Sum:
+        weights = [self._slice_sizes[i] for i in group] if self._slice_sizes else [1.0] * len(group)
         if not sum(weights):
             weights = [1.0] * len(group)
         butterfly = Butterfly(
             [self.members[i] for i in group],
             group.index(self.me),
-            part,
+            vector,
             dtype=self._dtype,
-            shares=hagenbach_bischoff(part.num_elements, weights),
+            slice_sizes=hagenbach_bischoff(vector.num_elements, weights),
             num_auxiliaries=self._num_auxiliaries,
             num_chunks=self._num_chunks,
             chunk_elements=self._chunk_elements,

@@ -3,7 +3,7 @@
 Member j reduces slice j of everyone. A slice travels in chunks, each a request that is answered by the reduced chunk, a
 few of them under way at once for each pair: chunks come back while later ones are still being sent, and a member holds
 no more than that window of what others sent. Auxiliaries may reduce slices too (DeDLOC, arXiv 2106.10207). Owns one
-member's part in one exchange, its own slice included (`reduction.py`); `all_reduce.py` makes rounds of them, the shell
+member's side of one exchange, its own slice included (`reduction.py`); `all_reduce.py` makes rounds of them, the shell
 moves the bytes.
 """
 
@@ -42,7 +42,7 @@ class Sum:
 
 
 class Butterfly(Reduction):
-    """One member's part in one exchange: its own slice, and its parts of everyone else's."""
+    """One member's side of one exchange: its own slice, and its chunks of everyone else's."""
 
     keeps_sums = True
 
@@ -52,7 +52,7 @@ class Butterfly(Reduction):
         return [self._span(j, number) for number in range(-(-(end - start) // self._chunk_elements[j]))]
 
     def _encode(self, start: int, end: int) -> CodedChunk | None:
-        """This member's part of a chunk of another one's slice."""
+        """This member's chunk of another one's slice."""
         if self._vector.values is None:
             return None
         payload = self._vector.code.encode(self._vector.values[start:end])
@@ -81,9 +81,9 @@ class Butterfly(Reduction):
         suspects: list[Member] = []
         reasons: list[str] = []
 
-        async def guarded(j: int, work: Awaitable[None]) -> None:
+        async def guarded(j: int, work: Callable[[], Awaitable[None]]) -> None:
             try:
-                await work
+                await work()
             except LinkError as error:
                 suspects.append(self.members[j])
                 reasons.append(f"{self.members[j].peer[:8]}: {error}")
@@ -98,12 +98,12 @@ class Butterfly(Reduction):
                 return
             self.fail(RoundFailed("; ".join(reasons), suspects))
 
-        tasks = [asyncio.ensure_future(guarded(self.me, self.all_reduced()))]
+        tasks = [asyncio.ensure_future(guarded(self.me, self.all_reduced))]
         for j in range(len(self.members)):
             if j != self.me:
                 numbers = iter(enumerate(self._spans(j)))
                 streams = range(self._num_streams(j))
-                tasks += [asyncio.ensure_future(guarded(j, self._stream(j, numbers, exchange))) for _ in streams]
+                tasks += [asyncio.ensure_future(guarded(j, partial(self._stream, j, numbers, exchange))) for _ in streams]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -129,10 +129,10 @@ class Butterfly(Reduction):
             if self._failure is not None:
                 raise self._failure
             if arrived is None and not self._vector.code.is_lossy:
-                part = self._encode(start, end)
+                chunk = self._encode(start, end)
             else:
-                part = await self._run_job(partial(self._take_and_encode, j, arrived, start, end))
-            arrived = start, end, await exchange(j, number, part)
+                chunk = await self._run_job(partial(self._take_and_encode, j, arrived, start, end))
+            arrived = start, end, await exchange(j, number, chunk)
         if arrived is not None:
             await self._run_job(partial(self._take, j, *arrived))
 

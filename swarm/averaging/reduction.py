@@ -1,9 +1,12 @@
-"""One slice of a butterfly all-reduce: the parts of all members come in chunk by chunk, and their sums go back.
+"""One slice of a butterfly all-reduce: all members' chunks of it come in, and their sums go back.
+
+Two words: a *slice* is the range of the vector that one member reduces; a *chunk* is a piece of one slice, coded, as it
+travels: one from each member, and their sum back. (How large the slices are is decided in `policy/shares.py`.)
 
 Sums are taken in the order of the members, so they do not depend on who comes first. With a lossy code a sum is encoded
-once, and its reducer keeps what the others decode. A member reduces its own slice, and sends its parts of the other slices
-besides (`butterfly.py`). An auxiliary has nothing to average and needs no result: it only reduces. Owns the chunks under way;
-must not know how they travel.
+once, and its reducer keeps what the others decode. A member reduces its own slice, and sends its chunks of the other
+slices besides (`butterfly.py`). An auxiliary has nothing to average and needs no result: it only reduces. Owns the chunks
+under way; must not know how they travel.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 
 from swarm.averaging.robust import centered_clip
 from swarm.base.errors import SwarmError
-from swarm.policy.shares import bounds, hagenbach_bischoff
+from swarm.policy.shares import hagenbach_bischoff, slice_bounds
 from swarm.stage.accumulator import is_finite
 from swarm.stage.flat import empty_flat
 from swarm.wire.compression import decode_tensor, encode_sparse, encode_tensor
@@ -31,7 +34,7 @@ NUM_CHUNKS = 16
 #: A chunk should take `CHUNK_S` seconds: on fast lines there are fewer chunks, since each is a request, which takes half a
 #: millisecond of CPU. There are never fewer than `MIN_CHUNKS`.
 CHUNK_S, MIN_CHUNKS = 0.16, 4
-#: An auxiliary's slice travels in more chunks: its line carries parts in, and sums out, only while both are under way.
+#: An auxiliary's slice travels in more chunks: its line carries chunks in, and sums out, only while both are under way.
 NUM_AUXILIARY_CHUNKS = 128
 MIN_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS = 2**14, 2**20
 #: About so many chunks of a member are under way at once. They share its line: were there more, the first would come back
@@ -62,7 +65,7 @@ class RoundFailed(SwarmError):
 
 @dataclass(frozen=True)
 class Code:
-    """The code that chunks travel in: a codec, and for a sparse one the part of the elements that it keeps."""
+    """The code that chunks travel in: a codec, and for a sparse one the fraction of the elements that it keeps."""
 
     codec: Codec = "raw"
     kept: float = 1.0
@@ -106,12 +109,12 @@ class Robust:
     tokens: tuple[int, ...]
     radius: float
 
-    def sum(self, parts: Sequence[tuple[int, torch.Tensor]], num_elements: int) -> torch.Tensor:
-        """Sum `parts` robustly: (index of a member, its chunk [n]). A chunk's radius is smaller, by its length."""
-        counted = [(self.tokens[i], part) for i, part in parts if self.tokens[i]]
+    def sum(self, chunks: Sequence[tuple[int, torch.Tensor]], num_elements: int) -> torch.Tensor:
+        """Sum `chunks` robustly: (index of a member, its chunk [n]). A chunk's radius is smaller, by its length."""
+        counted = [(self.tokens[i], chunk) for i, chunk in chunks if self.tokens[i]]
         if not counted:
-            return torch.zeros_like(parts[0][1])
-        points = torch.stack([part.double() / tokens for tokens, part in counted])
+            return torch.zeros_like(chunks[0][1])
+        points = torch.stack([chunk.double() / tokens for tokens, chunk in counted])
         weights = [float(tokens) for tokens, _ in counted]
         radius = self.radius * math.sqrt(points.shape[1] / num_elements)
         return centered_clip(points, weights, radius) * sum(weights)
@@ -148,9 +151,9 @@ def window_of(num_members: int, num_chunks: int) -> int:
 
 
 def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_senders: int) -> int:
-    """The most bytes that a `Reduction` by an auxiliary holds, whatever part of `num_elements` it reduces.
+    """The most bytes that a `Reduction` by an auxiliary holds, whatever slice of `num_elements` it reduces.
 
-    Each sender has `AUXILIARY_WINDOW` requests open at most, and each of these holds a part or the sum that answers it, or
+    Each sender has `AUXILIARY_WINDOW` requests open at most, and each of these holds a chunk or the sum that answers it, or
     both for a moment; besides, one chunk is being summed.
     """
     chunk = chunk_elements_of(num_elements, NUM_AUXILIARY_CHUNKS)
@@ -160,12 +163,12 @@ def bytes_under_way(code: Code, num_elements: int, dtype: torch.dtype, num_sende
 
 @dataclass(eq=False)
 class _Chunk:
-    """One chunk of the slice: the parts that came, then the reduced payload, and the members that have taken it."""
+    """One chunk of the slice: what came from members, then the reduced payload, and the members that have taken it."""
 
     start: int
     end: int
     reduced: asyncio.Future[CodedChunk]
-    parts: dict[int, CodedChunk | None] = field(default_factory=dict)
+    received: dict[int, CodedChunk | None] = field(default_factory=dict)
     summing: asyncio.Task[None] | None = None
     taken_by: set[int] = field(default_factory=set)
 
@@ -183,32 +186,34 @@ class Reduction:
         vector: GroupVector,
         *,
         dtype: torch.dtype,
-        shares: Sequence[int] = (),
+        slice_sizes: Sequence[int] = (),
         num_auxiliaries: int = 0,
         num_chunks: int = NUM_CHUNKS,
         chunk_elements: int | None = None,
         run_job: RunJob = at_once,
     ) -> None:
-        """Wait for parts.
+        """Wait for chunks.
 
         Args:
             members: the members of the group; auxiliaries come last.
             me: the index of this one.
             vector: this member's vector, which is summed with the others' vectors.
             dtype: the dtype of the sum.
-            shares: elements that each member reduces; equal slices if empty.
+            slice_sizes: elements that each member reduces; equal ones if empty.
             num_auxiliaries: so many of `members`, the last ones, have no vector and do not ask for the sum.
             num_chunks: about so many chunks make the largest slice of a member; the same number for all.
             chunk_elements: elements of a chunk of each slice, instead of `num_chunks`.
             run_job: runs what takes time.
 
         Raises:
-            ValueError: if `shares` do not fit the members.
+            ValueError: if `slice_sizes` do not fit the members.
         """
         num_elements = vector.num_elements
-        shares = shares or hagenbach_bischoff(num_elements, [1.0] * len(members))
-        if len(shares) != len(members) or sum(shares) != num_elements:
-            raise ValueError(f"{len(shares)} shares of {sum(shares)} elements for {len(members)} members and {num_elements}")
+        slice_sizes = slice_sizes or hagenbach_bischoff(num_elements, [1.0] * len(members))
+        if len(slice_sizes) != len(members) or sum(slice_sizes) != num_elements:
+            raise ValueError(
+                f"{len(slice_sizes)} slices of {sum(slice_sizes)} elements for {len(members)} members and {num_elements}"
+            )
         if num_auxiliaries and len(members) - num_auxiliaries < 2:
             raise ValueError(f"auxiliaries help two members or more, not {len(members) - num_auxiliaries}")
         self.members = list(members)
@@ -219,18 +224,18 @@ class Reduction:
         self._run_job = run_job
         #: [num_elements], of which this slice's sums are written; empty where sums are not kept, or nothing travels.
         self._flat = empty_flat(num_elements if self.keeps_sums and len(members) > 1 else 0, dtype=dtype)
-        own = chunk_elements or chunk_elements_of(max(shares[: self._num_senders]), num_chunks)
+        own = chunk_elements or chunk_elements_of(max(slice_sizes[: self._num_senders]), num_chunks)
         sizes = [own] * self._num_senders
-        sizes += [chunk_elements or chunk_elements_of(share, NUM_AUXILIARY_CHUNKS) for share in shares[self._num_senders :]]
+        sizes += [chunk_elements or chunk_elements_of(size, NUM_AUXILIARY_CHUNKS) for size in slice_sizes[self._num_senders :]]
         #: Elements of a chunk of each slice.
         self._chunk_elements = sizes
         self._window = window_of(self._num_senders, num_chunks) if len(members) > 1 else 0
-        self._bounds = bounds(shares)
+        self._bounds = slice_bounds(slice_sizes)
         is_sparse = vector.code.is_sparse
         self._counted = torch.zeros(num_elements, dtype=dtype) if is_sparse and vector.values is not None else None
-        self._lost = torch.zeros(shares[me], dtype=dtype) if is_sparse else None
+        self._lost = torch.zeros(slice_sizes[me], dtype=dtype) if is_sparse else None
         self._failure: RoundFailed | None = None
-        self._num_chunks = -(-shares[me] // sizes[me])
+        self._num_chunks = -(-slice_sizes[me] // sizes[me])
         #: The chunks that have begun and were not let go of.
         self._chunks: dict[int, _Chunk] = {}
         self._reduced: set[int] = set()
@@ -238,7 +243,7 @@ class Reduction:
         if not self._num_chunks:
             self._over.set_result(None)
         #: Chunks received so far: what a waiting caller sees advance.
-        self.num_parts = 0
+        self.num_received = 0
         #: Members that sent NaN, infinities or numbers as good as infinite, and what.
         self.blamed: dict[tuple[str, str], str] = {}
 
@@ -251,33 +256,33 @@ class Reduction:
     def _spec(self, num_elements: int) -> TensorSpec:
         return self._vector.code.spec(num_elements, self._dtype)
 
-    async def reduce(self, index: int, number: int, part: CodedChunk | None) -> CodedChunk:
-        """Take member `index`'s part of chunk `number` of this slice; return the sum once all parts are there.
+    async def reduce(self, index: int, number: int, payload: CodedChunk | None) -> CodedChunk:
+        """Take member `index`'s chunk `number` of this slice; return the sum once those of all members are there.
 
-        A part that comes twice counts once.
+        One that comes twice counts once.
 
         Raises:
-            ValueError: if the part does not belong to this slice.
+            ValueError: if the chunk does not belong to this slice.
             RoundFailed: if the round ended meanwhile.
         """
         if index >= self._num_senders:
-            raise ValueError("an auxiliary has no part in the sum")
+            raise ValueError("an auxiliary adds nothing to the sum")
         if number >= self._num_chunks:
             raise ValueError(f"this slice has {self._num_chunks} chunks, not {number + 1}")
         chunk = self._chunks.get(number) or self._begin(number)
-        if part is not None and part[0] != self._spec(chunk.end - chunk.start):
-            raise ValueError(f"a chunk of {chunk.end - chunk.start} elements came as {part[0].dtype} {part[0].shape}")
+        if payload is not None and payload[0] != self._spec(chunk.end - chunk.start):
+            raise ValueError(f"a chunk of {chunk.end - chunk.start} elements came as {payload[0].dtype} {payload[0].shape}")
         if not chunk.reduced.done() and chunk.summing is None:
-            self.num_parts += index not in chunk.parts
-            chunk.parts.setdefault(index, part)
-            own = self.me < self._num_senders  # this member's own part does not travel
-            if len(chunk.parts) == self._num_senders - own:
+            self.num_received += index not in chunk.received
+            chunk.received.setdefault(index, payload)
+            own = self.me < self._num_senders  # this member's own chunk does not travel
+            if len(chunk.received) == self._num_senders - own:
                 chunk.summing = asyncio.get_running_loop().create_task(self._sum(chunk, number), name="reduce a chunk")
-        payload = await asyncio.shield(chunk.reduced)
+        reduced = await asyncio.shield(chunk.reduced)
         chunk.taken_by.add(index)
         if not self.keeps_sums and len(chunk.taken_by) == self._num_senders:
             self._chunks.pop(number, None)
-        return payload
+        return reduced
 
     def _begin(self, number: int) -> _Chunk:
         if self._failure is not None:
@@ -294,41 +299,41 @@ class Reduction:
 
     @property
     def awaited(self) -> list[Member]:
-        """Members whose parts of chunks that others have begun are missing."""
+        """Members that owe a chunk which others have sent."""
         missing = {
             index
             for chunk in self._chunks.values()
             if chunk.summing is None
             for index in range(self._num_senders)
-            if index != self.me and index not in chunk.parts
+            if index != self.me and index not in chunk.received
         }
         return [self.members[index] for index in sorted(missing)]
 
     async def _sum(self, chunk: _Chunk, number: int) -> None:
-        received = sorted(chunk.parts.items())
-        chunk.parts = {}  # let go of what was received
+        received = sorted(chunk.received.items())
+        chunk.received = {}  # let go of what was received
         span = slice(chunk.start, chunk.end)
 
         def job() -> CodedChunk:
             own, carry = self._vector.values, self._vector.carry
-            parts = [] if own is None else [(self.me, own[span])]
+            chunks = [] if own is None else [(self.me, own[span])]
             for index, payload in received:
                 if payload is not None:
-                    parts.append((index, decode_tensor(*payload)))
-            parts.sort(key=lambda part: part[0])
+                    chunks.append((index, decode_tensor(*payload)))
+            chunks.sort(key=lambda indexed: indexed[0])
             total = self._flat[span] if self.keeps_sums else torch.empty(chunk.end - chunk.start, dtype=self._dtype)
-            if self._vector.robust is not None and parts and all(is_finite(part) for _, part in parts):
-                total.copy_(self._vector.robust.sum(parts, self._vector.num_elements))
-            elif len(parts) > 1:
-                torch.add(parts[0][1], parts[1][1], out=total)
-                for _, part in parts[2:]:
-                    total += part
-            elif parts:
-                total.copy_(parts[0][1])
+            if self._vector.robust is not None and chunks and all(is_finite(values) for _, values in chunks):
+                total.copy_(self._vector.robust.sum(chunks, self._vector.num_elements))
+            elif len(chunks) > 1:
+                torch.add(chunks[0][1], chunks[1][1], out=total)
+                for _, values in chunks[2:]:
+                    total += values
+            elif chunks:
+                total.copy_(chunks[0][1])
             else:
                 total.zero_()
-            if not is_finite(total):  # then a part is not; only now is it worth to look which
-                bad = next((i for i, part in parts if i != self.me and not is_finite(part)), self.me)
+            if not is_finite(total):  # then a chunk is not; only now is it worth to look which
+                bad = next((i for i, values in chunks if i != self.me and not is_finite(values)), self.me)
                 raise self._not_finite("a slice", bad)
             if carry is not None:
                 total += carry[span]

@@ -2,7 +2,7 @@
 
 Each stage's all-reduce sums what its own copy received. Every member of every stage then adds up the stages' sums in the
 order of the tie's places, so all of them end on the same bits; the owner's stage counts them in the norm. Owns this
-arithmetic; the shell fetches the parts.
+arithmetic; the shell fetches the sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swarm.stage.module import Tie
 
 @dataclass(frozen=True)
 class Tied:
-    """A stage's summed gradient with its tied parts summed over stages."""
+    """A stage's summed gradient with its tied parameters summed over stages."""
 
     flat: torch.Tensor
     #: Name of each tie and digest of its sum: the same at every stage that holds a copy.
@@ -68,20 +68,20 @@ class TiedRanges:
         """Copies of this stage's own sums, by name of the tie."""
         return {r.name: flat[r.start : r.end].clone() for r in self.ranges}
 
-    def tie(self, flat: torch.Tensor, parts: Mapping[tuple[str, int], torch.Tensor]) -> Tied:
+    def tie(self, flat: torch.Tensor, others: Mapping[tuple[str, int], torch.Tensor]) -> Tied:
         """Write the sums over stages into `flat`.
 
         Args:
             flat: this stage's summed gradient [N]; it is changed.
-            parts: the other stages' sums, by (name of the tie, stage).
+            others: the other stages' sums, by (name of the tie, stage).
         """
         digests = []
         for r in self.ranges:
             own = flat[r.start : r.end]
-            first, *rest = (own if stage == self.stage else parts[r.name, stage] for stage in r.stages)
+            first, *rest = (own if stage == self.stage else others[r.name, stage] for stage in r.stages)
             total = first.clone()
-            for part in rest:
-                total += part
+            for other in rest:
+                total += other
             own.copy_(total)
             digests.append((r.name, digest_of([total])))
         return Tied(flat, tuple(digests), self.uncounted)

@@ -1,7 +1,7 @@
 """A backbone's help with averages: it reduces slices for any stage of its run, and holds only the chunks under way.
 
 It has no replica and knows no model. A stage's leader asks before each attempt (`Assist`), which keeps memory for what the
-attempt may need; then the attempt begins (`Reduce`) and the members send their parts (`Slice`), each of which must be what
+attempt may need; then the attempt begins (`Reduce`) and the members send their chunks (`Slice`), each of which must be what
 the leader said. An attempt replaces the one before of its stage. Decides nothing: leaders choose whom they let reduce, and
 how much.
 """
@@ -45,14 +45,14 @@ class _Attempt:
     step: int
     attempt: m.Attempt
     num_members: int
-    part: GroupVector
+    vector: GroupVector
     dtype: torch.dtype
     #: That may be needed for it.
     num_bytes: int
     asked_at: float
     reduction: Reduction | None = None
     #: Set when `reduction` is made, or never will be.
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    begun_or_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def may_begin(self, asked_after: float) -> bool:
         """Tell whether it has begun, or its leader asked a short while ago."""
@@ -62,7 +62,7 @@ class _Attempt:
         """End the attempt: whoever waits is told now."""
         if self.reduction is not None:
             self.reduction.fail(RoundFailed(reason))
-        self.settled.set()
+        self.begun_or_over.set()
 
 
 class Aggregator:
@@ -108,7 +108,7 @@ class Aggregator:
                 self._forget(stage, other, "a newer attempt began")
         self._make_room(attempt)
         self._attempts[message.stage] = attempt
-        # All stages average at the same time, so that each has its part of the link.
+        # All stages average at the same time, so that each has a share of the link.
         helped = {message.stage, *(stage for stage, step in self._helped_at.items() if step >= message.step - 1)}
         bandwidth = self._reach.tell(now)
         return m.Assisting(
@@ -140,7 +140,7 @@ class Aggregator:
             raise Refuse("busy", f"{num_bytes} bytes would be needed, the limit is {self._limit_bytes}")
         num_senders = attempt.num_members + sum(other.num_members for other in others)
         if num_senders > MAX_SENDERS:
-            raise Refuse("busy", f"{num_senders} members would send their parts, the limit is {MAX_SENDERS}")
+            raise Refuse("busy", f"{num_senders} members would send their chunks, the limit is {MAX_SENDERS}")
 
     def _forget(self, stage: int, attempt: _Attempt, reason: str) -> None:
         attempt.end(reason)
@@ -160,7 +160,7 @@ class Aggregator:
         if attempt.reduction is not None:
             raise Refuse("wrong_state", "this attempt has been started already")
         reduction = attempt.reduction = self._reduction_of(attempt, message)
-        attempt.settled.set()
+        attempt.begun_or_over.set()
         self._helped_at[message.stage] = message.step
         self._num_attempts += 1
         progress.follow(self._movement_of(reduction))
@@ -192,9 +192,9 @@ class Aggregator:
             return Reduction(
                 members,
                 me,
-                attempt.part,
+                attempt.vector,
                 dtype=attempt.dtype,
-                shares=message.shares,
+                slice_sizes=message.shares,
                 num_auxiliaries=len(message.auxiliaries),
                 run_job=self._run_job,
             )
@@ -205,15 +205,15 @@ class Aggregator:
         return (await self._executor.run(job, Priority.CONTROL)).value
 
     def _movement_of(self, reduction: Reduction) -> Callable[[], int]:
-        """Counts parts, sums, and bytes on their way from and to members, of which the slowest may need long for a chunk."""
+        """Counts chunks, sums, and bytes on their way from and to members, of which the slowest may need long for a chunk."""
         served = self._link.context.transport.served
-        return lambda: reduction.num_parts + self._executor.finished + served.num_bytes
+        return lambda: reduction.num_received + self._executor.finished + served.num_bytes
 
     async def _all_reduced(self, reduction: Reduction) -> None:
-        """Wait until all parts are reduced.
+        """Wait until all chunks are reduced.
 
         Raises:
-            RoundFailed: naming those whose parts are missing, if nothing moves for a while. It ends before the members' own
+            RoundFailed: naming those whose chunks are missing, if nothing moves for a while. It ends before the members' own
                 patience with this peer does.
         """
         loop, movement = asyncio.get_running_loop(), self._movement_of(reduction)
@@ -227,7 +227,7 @@ class Aggregator:
                 elif loop.time() - moved_at >= timeout_s:
                     late = reduction.awaited
                     names = ", ".join(member.peer[:8] for member in late) or "anyone"
-                    raise RoundFailed(f"no part of {names} came for {timeout_s:g} s", late)
+                    raise RoundFailed(f"no chunk of {names} came for {timeout_s:g} s", late)
             reduced.result()
         finally:
             reduced.cancel()
@@ -236,7 +236,7 @@ class Aggregator:
         attempt = self._asked_for(message)
         try:
             async with asyncio.timeout(self._timing.request_s):
-                await attempt.settled.wait()  # the sender was told to start a moment before this peer
+                await attempt.begun_or_over.wait()  # the sender was told to start a moment before this peer
         except TimeoutError:
             raise Refuse("wrong_state", "this peer was not told to start") from None
         reduction = attempt.reduction
@@ -247,10 +247,10 @@ class Aggregator:
             raise Refuse("not_member", "the sender is not sealed in this attempt")
         if message.phase:
             raise Refuse("bad_request", "auxiliaries help in one exchange")
-        part = (message.tensors[0], frame.buffers[0]) if message.tensors else None
+        chunk = (message.tensors[0], frame.buffers[0]) if message.tensors else None
         progress.follow(self._movement_of(reduction))
         try:
-            spec, buffer = await reduction.reduce(index, message.number, part)
+            spec, buffer = await reduction.reduce(index, message.number, chunk)
         except RoundFailed as failure:
             raise Refuse("failed", str(failure)) from None
         except ValueError as error:

@@ -86,5 +86,5 @@ async def find_coordinators(link: Link) -> list[Member]:
 
 
 async def find_aggregators(link: Link) -> list[Member]:
-    """Return the peers that announce that they reduce parts of averages."""
+    """Return the peers that announce that they reduce slices of averages."""
     return [member_of(record) for record in await link.context.dht.lookup(aggregator_key(link.context.run))]

@@ -26,7 +26,7 @@ def coordinator_key(run: RunId) -> str:
 
 
 def aggregator_key(run: RunId) -> str:
-    """Return the DHT key under which backbones announce that they reduce parts of averages."""
+    """Return the DHT key under which backbones announce that they reduce slices of averages."""
     return f"{run}/aggregator"
 
 

@@ -1,4 +1,6 @@
-"""Which part of the flat gradient each member of a group reduces, from what its link carries. Pure.
+"""Which slice of the flat gradient each member of a group reduces, from what its link carries. Pure.
+
+A *share* is the fraction of the gradient that one member reduces, a *slice* the range of elements that comes of it.
 
 The shares that end a round soonest are the optimum of DeDLOC's linear program (arXiv 2106.10207, section 3.2) at given
 roles. Without limits of single links no solver is needed: a member sends and receives all its slices at one rate. If member i
@@ -20,7 +22,7 @@ import numpy as np
 #: Shares by bandwidth are used, and changed, only if they make the round faster by this fraction.
 WORTH = 0.05
 #: An auxiliary must make rounds faster by the first fraction to be taken, and by the second to be kept. About a tenth of what
-#: the program promises is lost: a chunk's sum goes out only after all its parts have come in.
+#: the program promises is lost: a chunk's sum goes out only after it has come in from all.
 AUXILIARY_WORTH = 0.2
 KEPT_WORTH = 0.15
 #: Halvings of an interval by bisection: the result is exact to rounding.
@@ -145,7 +147,7 @@ def time_of(reducers: Sequence[Reducer], weights: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one peer reports of its link, in bytes per second (None: not measured yet), and its part in the round."""
+    """What one peer reports of its link, in bytes per second (None: not measured yet), and its role in the round."""
 
     name: str
     upload: float | None
@@ -242,25 +244,25 @@ def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = 
 
 
 def hagenbach_bischoff(total: int, weights: Sequence[float]) -> list[int]:
-    """Split `total` elements in proportion to `weights`; the parts sum to `total` exactly."""
+    """Split `total` elements in proportion to `weights`; the sizes of the slices sum to `total` exactly."""
     whole = sum(weights)
     if whole <= 0:
         raise ValueError("weights must have a positive sum")
-    parts = [int(total * weight / (whole * (1 + 1 / max(1, total)))) for weight in weights]
-    heap = [(-weight / (part + 1), i) for i, (weight, part) in enumerate(zip(weights, parts, strict=True))]
+    sizes = [int(total * weight / (whole * (1 + 1 / max(1, total)))) for weight in weights]
+    heap = [(-weight / (size + 1), i) for i, (weight, size) in enumerate(zip(weights, sizes, strict=True))]
     heapq.heapify(heap)
-    for _ in range(total - sum(parts)):
+    for _ in range(total - sum(sizes)):
         _, i = heapq.heappop(heap)
-        parts[i] += 1
-        heapq.heappush(heap, (-weights[i] / (parts[i] + 1), i))
-    return parts
+        sizes[i] += 1
+        heapq.heappush(heap, (-weights[i] / (sizes[i] + 1), i))
+    return sizes
 
 
-def bounds(parts: Sequence[int]) -> list[tuple[int, int]]:
-    """`(start, end)` of each member's part."""
+def slice_bounds(slice_sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """`(start, end)` of each member's slice."""
     result = []
     start = 0
-    for part in parts:
-        result.append((start, start + part))
-        start += part
+    for size in slice_sizes:
+        result.append((start, start + size))
+        start += size
     return result

@@ -573,7 +573,7 @@ class AllReduced(Message):
 
 
 class Assist(Message):
-    """A stage's leader asks an aggregator to reduce a part of the averages of attempt `attempt`: answered by `Assisting`.
+    """A stage's leader asks an aggregator to reduce slices of the averages of attempt `attempt`: answered by `Assisting`.
 
     It holds no replica and knows no model: `vector` says how many elements the average has, and how they travel.
     """
@@ -584,7 +584,7 @@ class Assist(Message):
     step: StepField
     attempt: Attempt = Field(alias="term")
     vector: TensorSpec
-    #: Members that may send their parts.
+    #: Members that may send their chunks.
     num_members: Annotated[int, Field(ge=1, le=MAX_MEMBERS)]
 
 
@@ -613,7 +613,7 @@ class Reduce(Message):
     step: StepField
     attempt: Attempt = Field(alias="term")
     seals: Annotated[tuple[Seal, ...], FailFast(), Field(max_length=MAX_MEMBERS)]
-    #: How many elements each of them reduces, in this order, and then each of `auxiliaries`.
+    #: The sizes of slices: how many elements each of them reduces, in this order, and then each of `auxiliaries`.
     shares: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**40)], ...], FailFast(), Field(max_length=MAX_MEMBERS)] = ()
     #: The largest slice of a member travels in about so many chunks.
     num_chunks: Annotated[int, Field(ge=1, le=128)] = 16
@@ -624,7 +624,7 @@ class Reduce(Message):
 
 
 class Reduced(Message):
-    """This peer has done its part, a member holds the average with this digest; or what failed is said in `reason`.
+    """This peer has done what was asked, a member holds the average with this digest; or what failed is said in `reason`.
 
     Then `suspects` names whom it could not exchange slices with.
     """

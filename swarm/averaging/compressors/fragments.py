@@ -46,8 +46,8 @@ class Fragments:
         num_elements = len(range(self._num_elements)[fragment])
         values = None if flat is None else flat[fragment].contiguous()
         carry = None if self.carry is None else self.carry[fragment] * all_tokens
-        part = GroupVector(num_elements, values, self._code, carry)
-        result = yield part
+        vector = GroupVector(num_elements, values, self._code, carry)
+        result = yield vector
         total = torch.zeros(self._num_elements, dtype=result.total.dtype)
         total[fragment] = result.total
         residual, new_carry = self.residual, self.carry

@@ -1,4 +1,4 @@
-"""A stage leader's auxiliaries: aggregators that announce themselves, asked for each attempt if they would reduce a part of it.
+"""A stage leader's auxiliaries: aggregators that announce themselves, asked for each attempt if they would reduce slices of it.
 
 Owns what the leader knows of them. No step waits long or fails twice for their sake: they are asked while the ledgers are
 collected, those that do not answer soon are left out for a while, and so are those that an attempt failed with, which is

@@ -81,10 +81,10 @@ class Rounds:
             progress.follow(lambda: state.from_others.count)
             async with asyncio.timeout(self._context.config.timing.average_s), self._context.carries.measured():
                 average = await round_.run(
-                    lambda phase, j, number, part: (
-                        self._exchange(message, round_.members[j], phase, number, part, state.exchanged)
+                    lambda phase, j, number, chunk: (
+                        self._exchange(message, round_.members[j], phase, number, chunk, state.exchanged)
                         if j < len(message.seals)
-                        else self._exchange_with_auxiliary(message, round_.members[j], phase, number, part, state)
+                        else self._exchange_with_auxiliary(message, round_.members[j], phase, number, chunk, state)
                     ),
                     (lambda flat: self._tied.add(message, state, flat)) if self._tied else None,
                 )
@@ -128,7 +128,7 @@ class Rounds:
                 self._context.me.key,
                 compression,
                 dtype=self._context.compute.master_dtype,
-                shares=message.shares,
+                slice_sizes=message.shares,
                 auxiliaries=message.auxiliaries,
                 max_group=self._context.config.max_group,
                 num_chunks=message.num_chunks,
@@ -142,9 +142,9 @@ class Rounds:
         return (await self._context.background.run(job, Priority.CONTROL)).value
 
     async def _exchange(
-        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, exchanged: Progress
+        self, message: m.Reduce, target: m.Member, phase: int, number: int, chunk: CodedChunk | None, exchanged: Progress
     ) -> CodedChunk:
-        specs, buffers = buffers_of([part] if part is not None else [])
+        specs, buffers = buffers_of([chunk] if chunk is not None else [])
         request = m.Slice(
             run=message.run,
             stage=self._context.stage,
@@ -163,18 +163,18 @@ class Rounds:
         return frame.only_tensor()
 
     async def _exchange_with_auxiliary(
-        self, message: m.Reduce, target: m.Member, phase: int, number: int, part: CodedChunk | None, state: StepState
+        self, message: m.Reduce, target: m.Member, phase: int, number: int, chunk: CodedChunk | None, state: StepState
     ) -> CodedChunk:
-        """Send half of the window's parts at once: the first sums come back while the others leave.
+        """Send half of the window's chunks at once: the first sums come back while the others leave.
 
         Nothing else moves on this member's line where an auxiliary reduces everything: if the whole window left at once, it
         would arrive at once, and the line would carry in one direction at a time.
         """
         turns = state.turns.setdefault(target.key, Turns(AUXILIARY_WINDOW // 2))
         await turns.take()
-        sending = _Sending(turns, 0 if part is None else part[0].num_bytes, state.from_others)
+        sending = _Sending(turns, 0 if chunk is None else chunk[0].num_bytes, state.from_others)
         try:
-            return await self._exchange(message, target, phase, number, part, sending)
+            return await self._exchange(message, target, phase, number, chunk, sending)
         except LinkError as error:
             turns.fail(error)
             raise
@@ -198,10 +198,10 @@ class Rounds:
         round_ = state.round
         if round_.index_of(message.member) is None:
             raise Refuse("not_member", "the sender is not sealed in this attempt")
-        part = (message.tensors[0], frame.buffers[0]) if message.tensors else None
+        chunk = (message.tensors[0], frame.buffers[0]) if message.tensors else None
         self._follow(progress, state, round_)
         try:
-            spec, buffer = await round_.reduce(message.member, message.phase, message.number, part)
+            spec, buffer = await round_.reduce(message.member, message.phase, message.number, chunk)
         except RoundFailed as failure:
             raise Refuse("failed", str(failure)) from None
         except ValueError as error:

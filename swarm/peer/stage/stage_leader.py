@@ -40,7 +40,7 @@ class StageLeader:
         #: Of the newest round that all completed.
         self._round_s: float | None = None
         #: Set, and replaced, when a collection has ended.
-        self._collected = asyncio.Event()
+        self._collection_ended = asyncio.Event()
         context.link.register(m.Claim, self._on_claim)
         context.link.register(m.Gather, self._on_gather)
         context.link.register(m.AllReduce, self._on_all_reduce)
@@ -88,7 +88,7 @@ class StageLeader:
         try:
             async with asyncio.timeout(self._context.config.timing.request_s):
                 while not (book := self._book(step)).is_collected:
-                    await self._collected.wait()
+                    await self._collection_ended.wait()
         except TimeoutError:
             raise Refuse("wrong_state", "the ledgers are being collected") from None
         return book
@@ -148,8 +148,8 @@ class StageLeader:
         self._compare(book, seals)
         seals = [s for s in seals if s.member.key not in book.excluded]
         book.load(seals)
-        self._collected.set()
-        self._collected = asyncio.Event()
+        self._collection_ended.set()
+        self._collection_ended = asyncio.Event()
         return m.Gathered(
             seals=tuple(s for s in seals if s.member.key not in book.excluded),
             excluded=tuple(book.excluded.values()),

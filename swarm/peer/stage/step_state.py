@@ -128,16 +128,16 @@ class StepState:
 
     def follow(self, progress: Progress, round_: Round) -> None:
         """Have `progress` advance with slices, sums and bytes, not with heartbeats: members would keep each other waiting."""
-        progress.follow(lambda: round_.num_parts)
+        progress.follow(lambda: round_.num_received)
         progress.follow(lambda: self.exchanged.num_bytes)
 
     def held_sum(self, digest: str) -> StageSum | None:
         """Return the average with this digest, if this member holds it."""
         return next((x for x in (self.average, self._overtaken) if x is not None and x.digest == digest), None)
 
-    def keep_own_sums(self, attempt: m.Attempt, parts: dict[str, torch.Tensor]) -> None:
+    def keep_own_sums(self, attempt: m.Attempt, sums: dict[str, torch.Tensor]) -> None:
         """Keep this stage's sums of tied parameters, by name of the tie, for members of other stages."""
-        self._own_sums = attempt, parts
+        self._own_sums = attempt, sums
         self.changed.set()
 
     def own_sums(self, attempt: m.Attempt) -> dict[str, torch.Tensor] | None:

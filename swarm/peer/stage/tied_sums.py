@@ -61,8 +61,8 @@ class TiedSums:
         """
         state.keep_own_sums(message.attempt, self._ranges.own(flat))
         wanted = [(r, stage) for r in self._ranges.ranges for stage in r.stages if stage != self._context.stage]
-        parts = {(r.name, stage): await self._fetch(message, state, r, stage) for r, stage in wanted}
-        return (await self._context.background.run(lambda: self._ranges.tie(flat, parts), Priority.CONTROL)).value
+        others = {(r.name, stage): await self._fetch(message, state, r, stage) for r, stage in wanted}
+        return (await self._context.background.run(lambda: self._ranges.tie(flat, others), Priority.CONTROL)).value
 
     async def _fetch(self, message: m.Reduce, state: StepState, wanted: TiedRange, stage: int) -> torch.Tensor:
         """Fetch the sum of one tied parameter at another stage, from whichever of its members gives it."""

@@ -35,7 +35,7 @@ class Group:
         self,
         contributions: Contributions,
         num_auxiliaries: int,
-        shares: list[int],
+        slice_sizes: list[int],
         *,
         dtype: torch.dtype = torch.float32,
         codec: str = "raw",
@@ -44,7 +44,7 @@ class Group:
         **options: Any,
     ) -> None:
         num, code = len(contributions), Code(codec)  # type: ignore[arg-type]
-        self.num_elements = sum(shares)
+        self.num_elements = sum(slice_sizes)
         everyone = [member(number) for number in range(num + num_auxiliaries)]
         self.rounds = [
             Round(
@@ -53,7 +53,7 @@ class Group:
                 everyone[i].key,
                 Plain(self.num_elements, code).compress(Contribution(contribution, (1,) * num, i, 0)),
                 dtype=dtype,
-                shares=shares,
+                slice_sizes=slice_sizes,
                 auxiliaries=everyone[num:],
                 **options,
             )
@@ -65,7 +65,7 @@ class Group:
                 num + k,
                 GroupVector(self.num_elements, None, code),
                 dtype=dtype,
-                shares=shares,
+                slice_sizes=slice_sizes,
                 num_auxiliaries=num_auxiliaries,
                 **options,
             )
@@ -101,7 +101,7 @@ class Group:
     def _look_at(self, auxiliary: Reduction) -> None:
         held = 0
         for chunk in auxiliary._chunks.values():
-            held += sum(len(part[1]) for part in chunk.parts.values() if part is not None)
+            held += sum(len(part[1]) for part in chunk.received.values() if part is not None)
             if chunk.reduced.done() and not chunk.reduced.exception():
                 held += memoryview(chunk.reduced.result()[1]).nbytes
         self.most_bytes = max(self.most_bytes, held)
@@ -135,12 +135,12 @@ def test_every_member_ends_on_the_bits_of_the_plain_sum(
 ) -> None:
     """Whatever part the auxiliaries reduce: all of it, or nothing."""
     parts = [slow * weights.random() for _ in holds] + [weights.random() + 1e-9 for _ in range(num_auxiliaries)]
-    shares = hagenbach_bischoff(num_elements, parts)
+    slice_sizes = hagenbach_bischoff(num_elements, parts)
     generator = torch.Generator().manual_seed(seed)
     contributions = [torch.randn(num_elements, generator=generator, dtype=dtype) if held else None for held in holds]
 
     async def main() -> tuple[list[StageSum | BaseException], Group]:
-        group = Group(contributions, num_auxiliaries, shares, dtype=dtype, seed=seed, chunk_elements=chunk_elements)
+        group = Group(contributions, num_auxiliaries, slice_sizes, dtype=dtype, seed=seed, chunk_elements=chunk_elements)
         results = await group.run()
         for auxiliary in group.auxiliaries:
             await auxiliary.all_reduced()
@@ -171,13 +171,13 @@ def test_replicas_are_identical_with_lossy_codecs_and_equal_the_slow_twin(
     """The twin: an auxiliary sees every member's part rounded; a member, all but its own."""
     generator = torch.Generator().manual_seed(seed)
     contributions: Contributions = [torch.randn(num_elements, generator=generator) for _ in range(num)]
-    shares = hagenbach_bischoff(num_elements, [1.0] * num + [2.0])
+    slice_sizes = hagenbach_bischoff(num_elements, [1.0] * num + [2.0])
 
     async def main() -> list[StageSum | BaseException]:
-        return await Group(contributions, 1, shares, codec=codec, seed=seed, chunk_elements=chunk_elements).run()
+        return await Group(contributions, 1, slice_sizes, codec=codec, seed=seed, chunk_elements=chunk_elements).run()
 
     results = run_virtual(main())
-    expected = coded_sum(contributions, shares, chunk_elements, codec)
+    expected = coded_sum(contributions, slice_sizes, chunk_elements, codec)
     for result in results:
         assert isinstance(result, StageSum), result
         assert torch.equal(result.flat, expected)
@@ -231,7 +231,7 @@ def test_an_auxiliary_names_who_sends_no_numbers() -> None:
 
 def test_members_name_an_auxiliary_whose_sums_are_no_numbers() -> None:
     async def main() -> None:
-        (one, *_) = make_exchanges([torch.ones(6)] * 2 + [torch.zeros(6)], shares=[0, 0, 6], num_auxiliaries=1)
+        (one, *_) = make_exchanges([torch.ones(6)] * 2 + [torch.zeros(6)], slice_sizes=[0, 0, 6], num_auxiliaries=1)
 
         async def exchange(j: int, number: int, part: CodedChunk | None) -> CodedChunk:
             return payload(torch.full((6,), float("inf")))
@@ -245,7 +245,9 @@ def test_members_name_an_auxiliary_whose_sums_are_no_numbers() -> None:
 
 def auxiliary_of_two() -> Reduction:
     members = [member(number) for number in range(3)]
-    return Reduction(members, 2, GroupVector(4, None), dtype=torch.float32, shares=[1, 1, 2], num_auxiliaries=1, chunk_elements=1)
+    return Reduction(
+        members, 2, GroupVector(4, None), dtype=torch.float32, slice_sizes=[1, 1, 2], num_auxiliaries=1, chunk_elements=1
+    )
 
 
 def test_an_auxiliary_knows_whose_parts_it_waits_for() -> None:
@@ -277,8 +279,8 @@ def test_a_part_counts_once_and_a_chunk_that_everyone_took_is_gone() -> None:
 
 def test_an_auxiliary_has_no_part_in_the_sum() -> None:
     async def main() -> None:
-        first, *_ = make_exchanges([torch.ones(6)] * 2 + [torch.zeros(6)], shares=[2, 2, 2], num_auxiliaries=1)
-        with pytest.raises(ValueError, match="an auxiliary has no part in the sum"):
+        first, *_ = make_exchanges([torch.ones(6)] * 2 + [torch.zeros(6)], slice_sizes=[2, 2, 2], num_auxiliaries=1)
+        with pytest.raises(ValueError, match="an auxiliary adds nothing to the sum"):
             await first.reduce(2, 0, payload(torch.ones(2)))
         with pytest.raises(ValueError, match="auxiliaries help two members or more, not 1"):
             make_exchanges([torch.ones(6)] * 2, num_auxiliaries=1)

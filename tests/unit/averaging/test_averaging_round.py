@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,7 +31,7 @@ from swarm.averaging.reduction import (
 )
 from swarm.base.errors import InternalError, LinkBroken, RemoteRefused, Unreachable
 from swarm.lifecycle.step import LedgerEntry
-from swarm.policy.shares import bounds, hagenbach_bischoff
+from swarm.policy.shares import hagenbach_bischoff, slice_bounds
 from swarm.stage.accumulator import Accumulator
 from swarm.stage.digest import digest_of
 from swarm.stage.layout import Layout
@@ -70,11 +72,11 @@ def make_rounds(
     ]
 
 
-def make_exchanges(contributions: list[torch.Tensor], shares: list[int] | None = None, **options: Any) -> list[Butterfly]:
+def make_exchanges(contributions: list[torch.Tensor], slice_sizes: list[int] | None = None, **options: Any) -> list[Butterfly]:
     """One exchange by itself, without the round around it."""
     members = [member(number) for number in range(len(contributions))]
     return [
-        Butterfly(members, i, GroupVector(values.numel(), values), dtype=torch.float32, shares=shares or [], **options)
+        Butterfly(members, i, GroupVector(values.numel(), values), dtype=torch.float32, slice_sizes=slice_sizes or [], **options)
         for i, values in enumerate(contributions)
     ]
 
@@ -132,10 +134,10 @@ def averages(
     return results  # type: ignore[return-value]
 
 
-def coded_sum(contributions: list[torch.Tensor | None], shares: list[int], chunk_elements: int, codec: str) -> torch.Tensor:
+def coded_sum(contributions: list[torch.Tensor | None], slice_sizes: list[int], chunk_elements: int, codec: str) -> torch.Tensor:
     """Chunk by chunk: every part but the reducer's own is coded, summed in order, and the sum is coded once more."""
-    expected = torch.empty(sum(shares))
-    for j, (first, last) in enumerate(bounds(shares)):
+    expected = torch.empty(sum(slice_sizes))
+    for j, (first, last) in enumerate(slice_bounds(slice_sizes)):
         for start in range(first, last, chunk_elements):
             end = min(start + chunk_elements, last)
             total = torch.zeros(end - start)
@@ -166,11 +168,11 @@ def plain_sum(contributions: list[torch.Tensor | None], num_elements: int, dtype
 def test_every_member_ends_on_the_bits_of_the_plain_sum(
     holds: list[bool], num_elements: int, seed: int, dtype: torch.dtype, chunk_elements: int, weights: random.Random
 ) -> None:
-    """Also with one member, one element, fewer elements than members, unequal shares, and members with an empty ledger."""
-    shares = hagenbach_bischoff(num_elements, [weights.random() + 1e-9 for _ in holds])
+    """Also with one member, one element, fewer elements than members, unequal slice_sizes, and members with an empty ledger."""
+    slice_sizes = hagenbach_bischoff(num_elements, [weights.random() + 1e-9 for _ in holds])
     generator = torch.Generator().manual_seed(seed)
     contributions = [torch.randn(num_elements, generator=generator, dtype=dtype) if held else None for held in holds]
-    results = averages(contributions, num_elements, dtype, seed, chunk_elements=chunk_elements, shares=shares)
+    results = averages(contributions, num_elements, dtype, seed, chunk_elements=chunk_elements, slice_sizes=slice_sizes)
     expected = plain_sum(contributions, num_elements, dtype)
     squares = pytest.approx(float(expected.double().square().sum()), rel=1e-12 if dtype == torch.float64 else 1e-6)
     for result in results:
@@ -246,9 +248,9 @@ def test_a_repeated_slice_counts_once() -> None:
     run_virtual(main())
 
 
-def test_a_part_that_does_not_fit_is_refused_and_does_not_count() -> None:
+def test_a_chunk_that_does_not_fit_is_refused_and_does_not_count() -> None:
     async def main() -> None:
-        first, _ = make_exchanges([torch.ones(10)] * 2, chunk_elements=2, shares=[5, 5])
+        first, _ = make_exchanges([torch.ones(10)] * 2, chunk_elements=2, slice_sizes=[5, 5])
         for bad in (torch.ones(1), torch.ones(3), torch.ones(2, dtype=torch.float64)):
             with pytest.raises(ValueError, match="a chunk of 2 elements came as"):
                 await first.reduce(1, 0, payload(bad))
@@ -260,16 +262,35 @@ def test_a_part_that_does_not_fit_is_refused_and_does_not_count() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("shares", [[3, 3], [4, 4, 4], []])
-def test_shares_that_do_not_fit_are_refused(shares: list[int]) -> None:
+@pytest.mark.parametrize("slice_sizes", [[3, 3], [4, 4, 4], []])
+def test_slice_sizes_that_do_not_fit_are_refused(slice_sizes: list[int]) -> None:
     async def main() -> None:
-        if shares:
-            with pytest.raises(ValueError, match="shares of"):
-                make_exchanges([torch.ones(9)] * 3, shares=shares)
+        if slice_sizes:
+            with pytest.raises(ValueError, match="slices of"):
+                make_exchanges([torch.ones(9)] * 3, slice_sizes=slice_sizes)
         else:  # none given: equal ones
             assert len(make_exchanges([torch.ones(9)] * 3)) == 3
 
     run_virtual(main())
+
+
+def test_an_exchange_that_is_cancelled_at_once_leaves_no_coroutine_unawaited() -> None:
+    async def exchange(j: int, number: int, chunk: CodedChunk | None) -> CodedChunk:
+        raise AssertionError("cancelled before its first turn")
+
+    async def main() -> None:
+        first, *_ = make_exchanges([torch.ones(10)] * 2)
+        running = asyncio.create_task(first.run(exchange))
+        await asyncio.sleep(0)  # its tasks are made, and none has had a turn
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run_virtual(main())
+        gc.collect()
+    assert not [str(w.message) for w in warned if "never awaited" in str(w.message)]
 
 
 @pytest.mark.parametrize(("num_members", "window"), [(2, 4), (8, 4), (12, 3), (16, 2)])

@@ -273,7 +273,7 @@ def test_who_is_waited_for_in_vain_is_named_while_the_others_are_patient() -> No
         assert loop.time() < CONFIG.timing.stall_s, "before members suspect this peer"
         name = world.members[1].peer[:8]
         for each in waiting:
-            assert await refusal(each) == ("failed", f"no part of {name} came for 6.5 s")
+            assert await refusal(each) == ("failed", f"no chunk of {name} came for 6.5 s")
 
     in_virtual_time(main)
 

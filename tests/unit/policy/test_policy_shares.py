@@ -20,10 +20,10 @@ from swarm.policy.shares import (
     Report,
     best_shares,
     best_time,
-    bounds,
     choose_auxiliaries,
     choose_shares,
     hagenbach_bischoff,
+    slice_bounds,
     time_of,
 )
 
@@ -72,7 +72,7 @@ def test_equal_weights_differ_by_one_element_at_most(total: int, num: int) -> No
 
 @given(st.integers(0, 10_000), WEIGHTS)
 def test_bounds_cover_every_element_once(total: int, weights: list[int]) -> None:
-    spans = bounds(hagenbach_bischoff(total, [float(w) for w in weights]))
+    spans = slice_bounds(hagenbach_bischoff(total, [float(w) for w in weights]))
     assert len(spans) == len(weights)
     assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
     assert spans[-1][1] == total

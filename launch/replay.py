@@ -203,7 +203,7 @@ def _stages(
 ) -> Callable[[int], tuple[StageCompute, Version]]:
     """What makes a stage with the parameters that the ticket used."""
     from models.registry import factory_of
-    from swarm.lifecycle.record import genesis_record
+    from swarm.lifecycle.commit_record import genesis_record
     from swarm.stage.compute import StageCompute
     from swarm.stage.device import compute_as
     from swarm.stage.versions import make_version

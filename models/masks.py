@@ -95,7 +95,7 @@ def _is_tracing_values(tensor: torch.Tensor | None = None) -> bool:
 def change_masks() -> None:
     """Have transformers make its masks as this module says, from now on and in the whole process. Only the first call counts.
 
-    Outside of `samples_of` they stay as they are, except that one without positions is not made while a graph is recorded.
+    Outside of `samples_of` they stay as they are, except that one without positions is not made while a CUDA graph is recorded.
     """
     masking_utils.find_packed_sequence_indices = _find_packed_elsewhere
     masking_utils.is_tracing = _is_tracing_values

@@ -1,7 +1,7 @@
 """Frozen linear layers whose weight is kept in 8 or 4 bits (QLoRA, arXiv 2305.14314), coded by bitsandbytes. Owns the code;
 must not know models.
 
-The weight is decoded for each use and never saved for the backward, so a graph holds no copy of it. 4 bits (NF4) need a
+The weight is decoded for each use and never saved for the backward, so an autograd graph holds no copy of it. 4 bits (NF4) need a
 CUDA device; 8 bits (blockwise dynamic) do without.
 """
 

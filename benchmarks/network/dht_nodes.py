@@ -13,7 +13,7 @@ from typing import Any
 from swarm.net.identity import Identity
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.testing.memory_datagrams import DatagramLoop
-from swarm.wire.records import PeerRecord, SignedRecord
+from swarm.wire.peer_records import PeerRecord, SignedRecord
 
 NUM_KEYS = 16
 

@@ -31,7 +31,7 @@ from models.registry import factory_of
 from swarm.base.config import TIMING_PRESETS, RunConfig, parse_config_bytes
 from swarm.base.errors import SwarmError
 from swarm.base.ids import MAX_TICKETS, Address, Ticket
-from swarm.lifecycle.record import genesis_record
+from swarm.lifecycle.commit_record import genesis_record
 from swarm.net.http.transport import HttpTransport
 from swarm.stage.compute import StageCompute
 from swarm.stage.versions import make_version

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from swarm.averaging.compressors.interface import Compressor
-from swarm.lifecycle.record import clip_coefficient
+from swarm.lifecycle.commit_record import clip_coefficient
 from swarm.lifecycle.step import LedgerEntry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.accumulator import Accumulator, Numbers, is_finite
@@ -108,7 +108,7 @@ class LocalAccumulator(Accumulator):
 
     def _update(self) -> None:
         """One inner step with what has been accumulated since the last."""
-        self.settle()
+        self.complete_sum()
         new = self.ledger.entries.keys() - self._moved_by
         tokens = sum(self.ledger.entries[index].tokens for index in new)
         if self._flat is None or self._copy is None or not tokens:
@@ -145,7 +145,7 @@ class LocalAccumulator(Accumulator):
 
     def freeze(self, attempt: Attempt) -> None:
         """Update the copy with what is left over, and seal the ledger."""
-        self.settle()
+        self.complete_sum()
         self._update()
         super().freeze(attempt)
         if not self.ledger.entries:
@@ -153,7 +153,7 @@ class LocalAccumulator(Accumulator):
 
     def contribution(self) -> torch.Tensor | None:
         """Tokens times what the own copy moved by since the shared parameters, `outer - own`, [N] on its device."""
-        self.settle()
+        self.complete_sum()
         tokens = sum(entry.tokens for entry in self.ledger.entries.values())
         if self._outer is None or self._copy is None or not tokens:
             return None

@@ -2,8 +2,8 @@
 
 The tickets of a `Ledger` are written by the compute thread alone (`add`, `collect`, `revoke`, `discard` run as its jobs),
 so that "check the claim, add the gradient, mark the ticket" and "freeze" never interleave. `grant` may come from any
-thread: a claim carries the attempt that granted it and is void once the ledger has been collected for another. So may `move_in`:
-the event loop knows how an attempt goes on, and says of which.
+thread: a claim carries the attempt that granted it and is void once the ledger has been collected for another. So may
+`transition_in`: the event loop knows how an attempt goes on, and says of which.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ class Ledger:
         self.overflow.clear()
         self._claims.clear()
 
-    def move(self, event: str) -> None:
+    def transition(self, event: str) -> None:
         """Move along the table; an event that it does not list raises `InternalError`."""
         with self._moving:
             self.state = STEP.next(self.state, event)
 
-    def move_in(self, attempt: Attempt, event: str) -> bool:
+    def transition_in(self, attempt: Attempt, event: str) -> bool:
         """Move along the table if the ledger is still of `attempt`, in a state where `event` may come; False if it is not."""
         with self._moving:
             may = attempt.order == self.attempt.order and STEP.allows(self.state, event)

@@ -11,7 +11,7 @@ import abc
 from collections.abc import Sequence
 
 from swarm.base.ids import Address
-from swarm.wire.records import PeerRecord, SignedRecord
+from swarm.wire.peer_records import PeerRecord, SignedRecord
 
 
 class Dht(abc.ABC):

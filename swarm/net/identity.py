@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import PeerId, peer_id_of
 from swarm.base.replace_file import replace_file
-from swarm.wire.records import PeerRecord, SignedRecord, sign_record
+from swarm.wire.peer_records import PeerRecord, SignedRecord, sign_record
 
 #: Sequence numbers reserved by one write of the file; a restart skips what is left of the block.
 SEQUENCE_BLOCK = 1024
@@ -93,7 +93,7 @@ class Identity:
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(fields["private_key"])), path, sequence=sequence)
 
     def sign_record(self, key: str, record: PeerRecord) -> SignedRecord:
-        """Sign `record` for `key`; see `wire.records.sign_record`."""
+        """Sign `record` for `key`; see `wire.peer_records.sign_record`."""
         return sign_record(self.private_key, key, record)
 
     def next_sequence(self) -> int:

@@ -26,7 +26,7 @@ from swarm.policy.bandwidth import Reach
 from swarm.stage.executor import Executor, Priority
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
-from swarm.wire.records import PeerRecord
+from swarm.wire.peer_records import PeerRecord
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from swarm.base.errors import StorageError, SwarmError
 from swarm.peer.context import PeerContext, aggregator_key, coordinator_key
 from swarm.peer.link import Link
 from swarm.wire.messages import Member
-from swarm.wire.records import PeerRecord
+from swarm.wire.peer_records import PeerRecord
 
 logger = logging.getLogger(__name__)
 

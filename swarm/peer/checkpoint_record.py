@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from swarm.base.config import first_problem
 from swarm.base.replace_file import replace_file
-from swarm.lifecycle.record import fault_of, is_checkpoint_due
+from swarm.lifecycle.commit_record import fault_of, is_checkpoint_due
 from swarm.peer.context import PeerContext
 from swarm.wire import messages as m
 

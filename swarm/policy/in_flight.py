@@ -65,7 +65,7 @@ class InFlightControl:
         rate = self._count / self._seconds
         self._count, self._seconds = 0, 0.0
         if self._rate is None:
-            self._settle(rate, "first window")
+            self._hold(rate, "first window")
             self._try()
         elif self.limit == self._best:
             self._rested(rate)
@@ -78,7 +78,7 @@ class InFlightControl:
     def _rested(self, rate: float) -> None:
         assert self._rate is not None
         if abs(rate / self._rate - 1) > _CHANGED:
-            self._settle(rate, f"{rate:.3g}/s is far from {self._rate:.3g}/s: the swarm has changed")
+            self._hold(rate, f"{rate:.3g}/s is far from {self._rate:.3g}/s: the swarm has changed")
         else:
             self._rate += _ALPHA * (rate - self._rate)
         self._wait -= 1
@@ -89,7 +89,7 @@ class InFlightControl:
         if rate >= before * (1 + self.gain):
             in_proportion = rate / before - 1 >= 0.5 * (self.limit / self._best - 1)
             stride = min(2 * self._stride, _LARGEST_STRIDE) if in_proportion else _SMALLEST_STRIDE
-            self._settle(rate, f"{rate:.3g}/s is more than {before:.3g}/s: on", stride)
+            self._hold(rate, f"{rate:.3g}/s is more than {before:.3g}/s: on", stride)
             self._try()
         else:
             self._in_vain(f"{rate:.3g}/s is no gain on {before:.3g}/s: back")
@@ -102,7 +102,7 @@ class InFlightControl:
         else:
             self._in_vain(f"{rate:.3g}/s is less than {self._top:.3g}/s: up again")
 
-    def _settle(self, rate: float, reason: str, stride: float = _SMALLEST_STRIDE) -> None:
+    def _hold(self, rate: float, reason: str, stride: float = _SMALLEST_STRIDE) -> None:
         """This limit is the best so far, and the next trial goes up."""
         self._best, self._rate, self._top, self._direction = self.limit, rate, 0.0, 1
         self._rest, self._vain, self._wait, self._stride = _SHORTEST_REST, 0, 0, stride

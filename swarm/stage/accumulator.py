@@ -113,7 +113,7 @@ class Accumulator:
         """Accumulate one ticket on a device that has not computed `is_valid` (see `Summand`) yet: what turns out valid is added.
 
         The ticket is marked in this job all the same. Its gradient is kept and goes into the sum together with the
-        next ones, or now if its memory is wanted back (`borrowed`); `settle` completes the sum, and tells the ledger what
+        next ones, or now if its memory is wanted back (`borrowed`); `complete_sum` completes the sum, and tells the ledger what
         each ticket was, before any seal.
 
         Returns:
@@ -135,7 +135,7 @@ class Accumulator:
         self._unseen.append((index, numbers))
         return True
 
-    def settle(self) -> None:
+    def complete_sum(self) -> None:
         """Wait until the device has told of every ticket; then sum and ledger are right."""
         self._add_waiting()
         while self._unseen:
@@ -165,7 +165,7 @@ class Accumulator:
 
     def freeze(self, attempt: Attempt) -> None:
         """Seal the ledger for an attempt. Each gradient was finite; if their sum is not, no ticket of it counts."""
-        self.settle()
+        self.complete_sum()
         if self._flat is not None and not is_finite(self._flat):
             self.ledger.spoil()
             self._flat, self._views = None, []
@@ -173,7 +173,7 @@ class Accumulator:
 
     def contribution(self) -> torch.Tensor | None:
         """The sum [N] on its device, unchanged by what comes later; None if nothing was added."""
-        self.settle()
+        self.complete_sum()
         if self._flat is None or not self.ledger.entries:
             return None
         self._borrowed = True

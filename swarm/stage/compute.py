@@ -50,10 +50,10 @@ class Activation:
     inputs: Tensors = field(default_factory=dict)
     labels: Tensors | None = None
     outputs: Tensors | None = None
-    #: Bytes of the saved graph, without parameters and inputs; 0 if it is captured.
+    #: Bytes of the saved autograd graph, without parameters and inputs; 0 if it is captured.
     graph_bytes: int = 0
     recomputed: bool = False
-    #: Where the forward was a CUDA graph: the outputs' graph is captured, too.
+    #: Where the forward was a CUDA graph: the backward is captured, too.
     lease: BorrowedCall | None = None
 
     @property
@@ -286,7 +286,7 @@ class StageCompute:
     def forward(
         self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool
     ) -> Activation:
-        """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their graph."""
+        """Training forward. Floating inputs become leaves; with `keep_graph` the outputs carry their autograd graph."""
         activation = Activation(ticket, version)
         activation.take(inputs, labels)
         if keep_graph and self._captured is not None:
@@ -324,14 +324,14 @@ class StageCompute:
         return outputs
 
     def graph_bytes_like(self, inputs: Tensors) -> int:
-        """Bytes that a graph for inputs of these shapes would take, as one did before; 0 if none was built yet."""
+        """Bytes that an autograd graph for inputs of these shapes would take, as one did before; 0 if none was built yet."""
         if self._captured is not None and self._captured.has_room(inputs):
             return 0
         signature = tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items())
         return self._graph_bytes.get(signature, 0)
 
     def backward(self, activation: Activation, output_gradients: Tensors | None) -> Gradients:
-        """Gradients of one micro-batch; recomputes the forward with the ticket's own version if the graph was dropped.
+        """Gradients of one micro-batch; recomputes the forward with the ticket's own version if the autograd graph was dropped.
 
         Args:
             activation: from `forward`; its outputs are let go.

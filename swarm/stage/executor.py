@@ -206,7 +206,7 @@ class ThreadExecutor(Executor):
                 ended = self.now()
                 outcome = Outcome(value, began - taken.queued_at, ended - began)
                 try:
-                    self._loop.call_soon_threadsafe(_settle, taken.future, outcome, error)
+                    self._loop.call_soon_threadsafe(_finish, taken.future, outcome, error)
                 except RuntimeError:  # the loop is closed: nobody waits any more
                     return
                 trouble = unprepared or _raised_by(self._after_job)
@@ -235,7 +235,7 @@ def _raised_by(call: Callable[[], None] | None) -> BaseException | None:
     return None
 
 
-def _settle(future: asyncio.Future[Any], outcome: Outcome[Any], error: BaseException | None) -> None:
+def _finish(future: asyncio.Future[Any], outcome: Outcome[Any], error: BaseException | None) -> None:
     if future.done():
         return
     if isinstance(error, StopIteration):  # a future refuses to hold one
@@ -307,7 +307,7 @@ class InlineExecutor(Executor):
             self.running = None
             if error is None:
                 self.times.note(taken.kind, self.now() - began)
-            _settle(taken.future, Outcome(value, began - taken.queued_at, self.now() - began), error)
+            _finish(taken.future, Outcome(value, began - taken.queued_at, self.now() - began), error)
 
     def close(self) -> None:
         """Give up all jobs."""

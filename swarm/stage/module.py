@@ -67,7 +67,7 @@ class StageFactory(Protocol):
 class Compilable(Protocol):
     """A stage module on which `torch.compile` (`launch_stage --compile`) and CUDA graphs can be used.
 
-    With graphs its Python code runs when they are captured and not again, so nothing in it may change from one micro-batch
+    With CUDA graphs its Python code runs when they are captured and not again, so nothing in it may change from one micro-batch
     to the next but tensors; what asks the device for a value, or draws at random, is never captured.
     """
 

@@ -20,7 +20,7 @@ from swarm.base.ids import Address, PeerId
 from swarm.net.dht import Dht
 from swarm.net.identity import Identity
 from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
-from swarm.wire.records import MAX_TTL_S, PeerRecord, RecordRefused, SignedRecord
+from swarm.wire.peer_records import MAX_TTL_S, PeerRecord, RecordRefused, SignedRecord
 
 _MAX_MISSES = 3
 _MAX_LOST = 64

@@ -20,7 +20,7 @@ from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.server import ServerTiming
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.testing.virtual_time import run_virtual
-from swarm.wire.records import PeerRecord, SignedRecord
+from swarm.wire.peer_records import PeerRecord, SignedRecord
 
 KEY = "5" * 64 + "/stage/1"
 

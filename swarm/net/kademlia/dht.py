@@ -24,7 +24,7 @@ from swarm.net.kademlia.contact_file import ContactFile
 from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
 from swarm.net.kademlia.server import RecordServer, ServerTiming
 from swarm.net.ports import bind_udp
-from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
+from swarm.wire.peer_records import PeerRecord, RecordRefused, SignedRecord
 
 log = logging.getLogger(__name__)
 

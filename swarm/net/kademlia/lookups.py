@@ -20,7 +20,7 @@ from swarm.net.kademlia.crawl import NearestCrawl
 from swarm.net.kademlia.record_storage import RecordVerifier
 from swarm.net.kademlia.routing import plausible_for
 from swarm.net.kademlia.rpc import RecordProtocol
-from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord
+from swarm.wire.peer_records import PeerRecord, RecordRefused, SignedRecord
 
 #: A lookup reads the nearest nodes, this part of those that a record is stored at: each should hold it, some may be new.
 _READ_PART = 2

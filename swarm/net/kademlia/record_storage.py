@@ -17,7 +17,7 @@ from typing import Any
 from kademlia.storage import IStorage
 
 from swarm.base.ids import PeerId
-from swarm.wire.records import PeerRecord, RecordRefused, SignedRecord, verify_record
+from swarm.wire.peer_records import PeerRecord, RecordRefused, SignedRecord, verify_record
 
 #: Every word that `RecordStorage.put` may answer besides "" (held).
 REFUSALS = frozenset({"oversize", "forged", "malformed", "expired", "old_sequence", "full"})
@@ -31,7 +31,7 @@ _NOBODY = ("", "")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageLimits:
-    """Bounds in records; a record has at most `wire.records.MAX_RECORD_BYTES` bytes."""
+    """Bounds in records; a record has at most `wire.peer_records.MAX_RECORD_BYTES` bytes."""
 
     #: Peers under one key.
     per_key: int = 1024

@@ -24,7 +24,7 @@ from swarm.net.kademlia.datagram_socket import DatagramSocket, plain_address
 from swarm.net.kademlia.known_addresses import PROOF_BYTES, AddressTokens, KnownAddresses, is_proven, prove
 from swarm.net.kademlia.record_storage import RecordStorage
 from swarm.net.kademlia.routing import Contact, LiveRoutingTable
-from swarm.wire.records import SignedRecord
+from swarm.wire.peer_records import SignedRecord
 
 #: Senders that are being asked whether they are who they say; more wait for their next request.
 _MAX_PROBES = 256

@@ -29,7 +29,7 @@ from swarm.net.kademlia.lookups import Lookups
 from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier
 from swarm.net.kademlia.routing import Contact
 from swarm.net.kademlia.rpc import RecordProtocol
-from swarm.wire.records import MAX_TTL_S, PeerRecord, SignedRecord
+from swarm.wire.peer_records import MAX_TTL_S, PeerRecord, SignedRecord
 
 log = logging.getLogger(__name__)
 

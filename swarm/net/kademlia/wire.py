@@ -27,7 +27,7 @@ from kademlia.node import Node
 
 from swarm.net.kademlia.known_addresses import PROOF_BYTES, TOKEN_BYTES
 from swarm.net.kademlia.routing import NODE_ID_BYTES
-from swarm.wire.records import MAX_KEY_BYTES, MAX_RECORD_BYTES, MAX_TTL_S, SignedRecord
+from swarm.wire.peer_records import MAX_KEY_BYTES, MAX_RECORD_BYTES, MAX_TTL_S, SignedRecord
 
 #: No datagram reaches this size, whatever the reply.
 MAX_DATAGRAM_BYTES = 1400

@@ -3,7 +3,7 @@
 Its parts: `run_leadership` (what they share), `leasing` (tickets to trainers), `chosen_leaders` (ledgers and averages from
 stages), `next_members` (who the next record lists), `lineage` (which version the run goes on from), `rebalancing` (who
 moves) and `operating` (what an operator asked). It holds nothing that members could not tell a successor; the decision itself
-is pure: `lifecycle/record.py`.
+is pure: `lifecycle/commit_record.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from swarm.base.ids import Ballot
+from swarm.lifecycle.commit_record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.coverage import coverage_of, covered_by_all
-from swarm.lifecycle.record import checkpoint_writers, decide, is_checkpoint_due
 from swarm.lifecycle.tickets import TicketPool
 from swarm.peer.coordinator.chosen_leaders import ChosenLeaders, StageLost
 from swarm.peer.coordinator.leasing import Leasing
@@ -199,7 +199,7 @@ class Coordinator:
         config, leadership = self._config, self._leadership
         ready_since: float | None = None
         while True:
-            peers = self.next_members.gathered()
+            peers = self.next_members.could_begin()
             short = [k for k, xs in enumerate(peers) if len(xs) < config.min_peers_per_stage]
             quiet = self.next_members.quiet_s
             if short or quiet < self._timing.genesis_quiet_s:
@@ -229,14 +229,14 @@ class Coordinator:
         await self._leadership.notify()
 
     async def _or_set_back(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` with the stages; what they lost or what a rival holds is settled, and the run goes on from there."""
+        """Do `work` with the stages; what they lost or what a rival holds is resolved, and the run goes on from there."""
         try:
             await work
         except StageLost as lost:
             logger.error("%s", lost)
             await self._or_set_back(self._set_back())
         except Rivalry as rivalry:
-            record = await self._lineage.settle(rivalry.record)
+            record = await self._lineage.resolve_rivalry(rivalry.record)
             await self._publish(record, (x for xs in rivalry.record.members for x in xs))
 
     async def _set_back(self) -> None:
@@ -248,7 +248,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ one step
 
     async def _end_step(self, step: int) -> None:
-        """Take `step` from open tickets to its record: collect, seal, average, decide; after any failure a higher attempt begins.
+        """Take `step` from open tickets to its record: gather seals, average, decide; after any failure a higher attempt begins.
 
         Nothing is done if an operator stops the run while it is paused before `step`.
         """

@@ -25,7 +25,7 @@ from swarm.peer.link import Link, Refuse, RefusedBy, Tasks, together
 from swarm.policy.rebalance import plan_moves
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
-from swarm.wire.records import MAX_RECORD_BALLOT, PeerRecord
+from swarm.wire.peer_records import MAX_RECORD_BALLOT, PeerRecord
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from swarm.base.errors import LinkError, RemoteError
 from swarm.base.ids import MemberKey
-from swarm.lifecycle.record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
+from swarm.lifecycle.commit_record import checkpoint_writers, fault_of, genesis_record, is_checkpoint_due, restoring_record
 from swarm.peer.coordinator.run_leadership import Demoted, RunLeadership
 from swarm.peer.link import RefusedBy, together
 from swarm.policy.restore import Holding, newest_complete, worth_waiting_for
@@ -244,7 +244,7 @@ class Lineage:
             logger.warning("the run goes on at step %d: nothing is lost", record.step + 1)
         return record
 
-    async def settle(self, rival: m.CommitRecord) -> m.CommitRecord:
+    async def resolve_rivalry(self, rival: m.CommitRecord) -> m.CommitRecord:
         """Decide between two lineages: one that lacks a live holder of some stage loses; else the newer record wins, `rival`.
 
         Returns:
@@ -253,7 +253,7 @@ class Lineage:
         Raises:
             Demoted: the other one goes on.
         """
-        self._leadership.rival_is_settled()
+        self._leadership.forget_rival()
         mine = self._leadership.newest
         missing = await self._without_holder(rival)
         if not missing or self._leadership.lost or await self._without_holder(mine):

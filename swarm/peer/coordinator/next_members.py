@@ -12,7 +12,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from swarm.base.ids import MemberKey
-from swarm.lifecycle.record import Members
+from swarm.lifecycle.commit_record import Members
 from swarm.peer.coordinator.chosen_leaders import ChosenLeaders, StageLost
 from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.peer.link import Refuse, Tasks
@@ -166,7 +166,7 @@ class NextMembers:
         """Seconds in which nobody new has come that answers."""
         return self._leadership.now - self._last_join
 
-    def gathered(self) -> list[list[m.Member]]:
+    def could_begin(self) -> list[list[m.Member]]:
         """Return who could begin the run, by stage."""
         self._forget_silent()
         met = [j for j in self._joiners.values() if j.is_met]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from swarm.base.choices import optimizer_facts
 from swarm.base.ids import MemberKey, PeerId
-from swarm.lifecycle.record import Members
+from swarm.lifecycle.commit_record import Members
 from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import RebalancePlan, plan_moves

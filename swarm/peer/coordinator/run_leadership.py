@@ -100,7 +100,7 @@ class RunLeadership:
         """Note that somebody follows `record`, which is newer and not of this lineage: whoever waits here learns of it."""
         self.rival = record
 
-    def rival_is_settled(self) -> None:
+    def forget_rival(self) -> None:
         """Note that it is known which of the two lineages goes on."""
         self.rival = None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swarm.base.errors import StorageError
-from swarm.lifecycle.record import checkpoint_writers, is_checkpoint_due
+from swarm.lifecycle.commit_record import checkpoint_writers, is_checkpoint_due
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse
 from swarm.peer.stage.committed_state import CommittedState

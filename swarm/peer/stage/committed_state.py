@@ -5,7 +5,7 @@ it decided on; or, where another lineage or era replaces what was committed, by 
 newer than the state. Code that needs both to match waits in `settled`. Must not know how steps end: `stage_member` takes part
 in that.
 
-The way of a record: `learn`, take over, apply, `advance`; that of a snapshot: `let_go`, `adopt`.
+The way of a record: `learn`, take over, apply, `advance`; that of a snapshot: `let_go`, `go_on_from`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from swarm.averaging.local_updates import LocalAccumulator
 from swarm.base.ids import ZERO_BALLOT
-from swarm.lifecycle.record import fault_of, genesis_record
+from swarm.lifecycle.commit_record import fault_of, genesis_record
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse
 from swarm.peer.stage.saved_states import SavedStates
@@ -324,7 +324,7 @@ class CommittedState:
         """Drop the state: from here on averages queue for a snapshot."""
         self._queued = []
 
-    async def adopt(self, state: StageState) -> None:
+    async def go_on_from(self, state: StageState) -> None:
         """Go on from a snapshot and what has queued up since it; in `settled`."""
         record, queued = state.version.record, self._queued or []
         self.versions.replace(state)

@@ -24,7 +24,7 @@ from swarm.peer.stage.state_transfer import download
 from swarm.peer.waiting import USUAL_WAITS, Lasting
 from swarm.policy.liveness import Stillness
 from swarm.wire import messages as m
-from swarm.wire.records import PeerRecord
+from swarm.wire.peer_records import PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class Membership:
 
     def drain(self) -> None:
         """Take nothing new from here on: this peer goes."""
-        self._move("drain")
+        self._transition("drain")
         self._poke.set()
 
-    def _move(self, event: str) -> None:
+    def _transition(self, event: str) -> None:
         before, self.state = self.state, PEER.next(self.state, event)
         if before != self.state:
             logger.info("stage %d peer: %s -> %s", self._context.stage, before, self.state)
@@ -160,11 +160,11 @@ class Membership:
         committed, listed = self._committed, self._committed.listed()
         if listed is None:
             if committed.listed_elsewhere() is not None and PEER.allows(self.state, "moved"):
-                self._move("moved")
+                self._transition("moved")
             elif PEER.allows(self.state, "excluded"):
                 if self.state == "serving":
                     logger.warning("record of step %d no longer lists this peer: joining again", record.step)
-                self._move("excluded")
+                self._transition("excluded")
                 # Being left out may mean that this peer's state is wrong: it downloads it anew, once another has it.
                 self._left_out = self._left_out or committed.has_state
             return
@@ -172,13 +172,13 @@ class Membership:
             return
         self._left_out, self._gone_since = False, None
         if self.state in ("waiting", "moving"):
-            self._move("listed_ready" if listed.ready and committed.up_to_date else "listed")
+            self._transition("listed_ready" if listed.ready and committed.up_to_date else "listed")
         if self.state == "serving" and not committed.up_to_date:
-            self._move("fell_behind")
-            self._move("listed")
+            self._transition("fell_behind")
+            self._transition("listed")
         if self.state == "syncing":
             if committed.up_to_date:
-                self._move("synced")
+                self._transition("synced")
             else:
                 committed.let_go()
 
@@ -228,10 +228,10 @@ class Membership:
         async with committed.settled():
             if committed.has_state:
                 return  # a state was restored meanwhile
-            await committed.adopt(state)
+            await committed.go_on_from(state)
         if committed.up_to_date:
             await committed.refresh_digest()
-            self._move("synced")
+            self._transition("synced")
             logger.info("stage %d: state of step %d is complete", context.stage, committed.num_commits)
 
     async def _catch_up(self, donors: list[m.Member]) -> None:

@@ -59,12 +59,12 @@ class _Work:
     #: What the trainer asked to be told: by the names of `Norms`, on the device.
     norms: Tensors = field(default_factory=dict)
 
-    def move(self, event: str) -> None:
+    def transition(self, event: str) -> None:
         self.phase = MICRO_BATCH.next(self.phase, event)
 
     def end(self, event: str) -> None:
         if MICRO_BATCH.allows(self.phase, event):
-            self.move(event)
+            self.transition(event)
 
 
 class MicroBatchServer:
@@ -94,7 +94,7 @@ class MicroBatchServer:
         #: Largest shapes of what has not the samples as its first dimension.
         self._declared = self._compute.declared(context.config.micro_batch_size, context.config.sequence_length)
         self._codec = CODECS[context.config.compression]
-        #: Entered by a micro-batch from its forward to its backward. Elsewhere the budget counts graphs.
+        #: Entered by a micro-batch from its forward to its backward. Elsewhere the budget counts autograd graphs.
         self._room: AbstractAsyncContextManager[None] = nullcontext()
         if self._compute.last:
             self._room = asyncio.Semaphore(GRAPHS_OF_LAST_STAGE)
@@ -208,18 +208,18 @@ class MicroBatchServer:
         state = member.step_state(step)
         loop = asyncio.get_running_loop()
         claim, request_s = self._claims.request(step, index), context.config.timing.request_s
-        if self._compute.last:  # no time downstream hides this wait, and a graph would be held meanwhile
+        if self._compute.last:  # no time downstream hides this wait, and an autograd graph would be held meanwhile
             await asyncio.wait([claim], timeout=request_s)
         came_at = loop.time()
         async with self._room:
             work.queue_s = loop.time() - came_at
-            work.move("forward")
+            work.transition("forward")
             forward = await self._executor.run(
                 lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
             )
             activation, sent, forward_time = forward.value
             work.queue_s += forward.queue_s
-            work.move("sent")
+            work.transition("sent")
             below: HopResult | None = None
             if not self._compute.last:  # the last stage goes on without waiting for its device
                 with member.at_work.beside("forward"):
@@ -227,7 +227,7 @@ class MicroBatchServer:
                 self._sent_bytes = sum(spec.num_bytes for spec, _ in sent.payload)
                 below = await self._downstream(work, sent.payload, progress)
                 await asyncio.wait([claim], timeout=request_s)
-            work.move("gradient")
+            work.transition("gradient")
             kind = "backward" if activation.inputs else RECOMPUTATION
             backward = await self._executor.run(
                 lambda: self._backward_job(work, activation, below, state.accumulator), Priority.BACKWARD, kind
@@ -246,7 +246,7 @@ class MicroBatchServer:
         tokens, loss_sum = added.entry.tokens, added.entry.loss_sum
         if below is not None:
             tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
-        work.move("pass" if verdict == "denied" else "accumulate")
+        work.transition("pass" if verdict == "denied" else "accumulate")
         self.recomputed += activation.recomputed
         hop = m.Hop(
             stage=message.stage,
@@ -377,7 +377,7 @@ class MicroBatchServer:
                 return device.send({}, self._codec, "input"), int(outputs["tokens"]), float(outputs["loss_sum"])
             return device.send(outputs, self._codec, "input"), 0, 0.0
 
-        work.move("forward")
+        work.transition("forward")
         outcome = await self._executor.run(job, Priority.EVALUATION)
         sent, tokens, loss_sum = outcome.value
         below: HopResult | None = None
@@ -387,7 +387,7 @@ class MicroBatchServer:
             tokens, loss_sum = below.trained.tokens, below.trained.loss_sum
         if not math.isfinite(loss_sum):
             raise Refuse("failed", "the loss is not finite")
-        work.move("evaluated")
+        work.transition("evaluated")
         hop = m.Hop(
             stage=work.message.stage,
             peer=self._context.me.peer,

@@ -108,7 +108,7 @@ class Rounds:
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
         """Make the round of this attempt, once, from a copy of the sealed accumulator."""
         ledger = state.accumulator.ledger
-        if not ledger.move_in(message.attempt, "reduce"):
+        if not ledger.transition_in(message.attempt, "reduce"):
             raise Refuse("wrong_state", "this round has been started already, or is over")
         if self._context.compressor.keeps_back:  # what it kept back of the last step is part of this one
             await self._committed.caught_up(message.step, num_commits=message.step)
@@ -156,7 +156,7 @@ class Rounds:
             tensors=specs,
         )
         timing = self._context.config.timing
-        self._context.moved.sent_average(sum(spec.num_bytes for spec in specs))
+        self._context.bytes_moved.sent_average(sum(spec.num_bytes for spec in specs))
         _, frame = await self._context.link.ask(
             target, request, m.ReducedSlice, buffers=buffers, stall_s=timing.stall_s, progress=exchanged
         )
@@ -206,5 +206,5 @@ class Rounds:
             raise Refuse("failed", str(failure)) from None
         except ValueError as error:
             raise Refuse("bad_request", str(error)) from None
-        self._context.moved.sent_average(spec.num_bytes)
+        self._context.bytes_moved.sent_average(spec.num_bytes)
         return Frame(m.ReducedSlice(tensors=(spec,)), (buffer,))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swarm.base.errors import StorageError
-from swarm.lifecycle.record import genesis_version_id
+from swarm.lifecycle.commit_record import genesis_version_id
 from swarm.peer.checkpoint_record import LastCheckpointRecord
 from swarm.peer.stage.stage_context import StageContext
 from swarm.stage.executor import Priority

@@ -49,11 +49,11 @@ class StageContext:
         optimizer: shared by the stage's peers.
         threads: compute, and do what must not wait for that.
         tasks: owns what runs in the background for this stage.
-        moved: counts bytes, also over moves between stages.
+        bytes_moved: counts bytes, also over moves between stages.
     """
 
     def __init__(
-        self, link: Link, compute: StageCompute, optimizer: Optimizer, threads: Threads, tasks: Tasks, moved: BytesMoved
+        self, link: Link, compute: StageCompute, optimizer: Optimizer, threads: Threads, tasks: Tasks, bytes_moved: BytesMoved
     ) -> None:
         self.link = link
         self.config = link.context.config
@@ -66,7 +66,7 @@ class StageContext:
         self.background = threads.background
         self.storage = threads.storage
         self.tasks = tasks
-        self.moved = moved
+        self.bytes_moved = bytes_moved
         self.compressor = compressor_of(self.config, compute.layout)
         #: What this peer's link carries, measured while averages move.
         self.carries = LinkMeters(link.context.transport)

@@ -102,7 +102,7 @@ class StagePeer:
         self._on_checked = on_checked
         self._on_refused = on_refused
         self._make_accumulator = make_accumulator
-        self.moved = BytesMoved()
+        self.bytes_moved = BytesMoved()
         self._stopping = False
         self._told_end = False
         #: Others may know of this peer.
@@ -139,7 +139,7 @@ class StagePeer:
         optimizer = optimizer_of(
             config, compute.layout, dtype=compute.master_dtype, device=compute.device, offload=machine.offload_optimizer
         )
-        self.stage_context = context = StageContext(link, compute, optimizer, self._threads, self._tasks, self.moved)
+        self.stage_context = context = StageContext(link, compute, optimizer, self._threads, self._tasks, self.bytes_moved)
         steps = OpenSteps(context, self._make_accumulator)
         saved = SavedStates(context, state_dir, self._on_checked)
         max_queued = queued_sums(compute.layout.num_elements, config, self._budget.limit_bytes)
@@ -191,11 +191,11 @@ class StagePeer:
                 "upload_bytes_per_s": round(context.carries.upload.rate or 0),
                 "download_bytes_per_s": round(context.carries.download.rate or 0),
                 "bytes_sent": self.context.transport.carried()[0],
-                "average_bytes_sent": self.moved.average_sent,
+                "average_bytes_sent": self.bytes_moved.average_sent,
                 "shares": self.leader.shares.reason,
                 "auxiliaries": self.leader.shares.auxiliaries_reason,
-                "state_bytes_sent": self.moved.state_sent,
-                "state_bytes_received": self.moved.state_received,
+                "state_bytes_sent": self.bytes_moved.state_sent,
+                "state_bytes_received": self.bytes_moved.state_received,
                 "state_digest": committed.state_digest[:16],
                 **member.at_work.told(),
                 **self._device.memory_peaks(),

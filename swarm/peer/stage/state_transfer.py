@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.base.errors import LinkError, RemoteError
-from swarm.lifecycle.record import fault_of
+from swarm.lifecycle.commit_record import fault_of
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse, together
 from swarm.peer.stage.committed_state import CommittedState
@@ -178,7 +178,7 @@ class StateDonor:
         part = pin.tensors[message.name][message.offset : message.offset + min(message.length, RANGE_ELEMENTS)]
         spec, buffer = encode_tensor(message.name, part.detach().to("cpu", copy=True), "raw", "state")
         pin.num_bytes += spec.num_bytes
-        self._context.moved.sent_state(spec.num_bytes)
+        self._context.bytes_moved.sent_state(spec.num_bytes)
         return Frame(m.StateChunk(tensors=(spec,)), (buffer,))
 
 
@@ -259,7 +259,7 @@ class _Incoming:
         stall_s = self._link.context.config.timing.stall_s
         _, frame = await self._link.ask(donor, ask, m.StateChunk, stall_s=stall_s)
         put_range(self._tensors[name][offset : offset + RANGE_ELEMENTS], frame, what=name)
-        self._context.moved.received_state(frame.body_bytes)
+        self._context.bytes_moved.received_state(frame.body_bytes)
 
     async def verified(self) -> StageState:
         """Return the state, once every tensor has the digest that was announced.

@@ -85,7 +85,7 @@ class StepState:
             self.accumulator.freeze(attempt)
             self._contribution = self.accumulator.contribution()
         else:
-            self.accumulator.settle()
+            self.accumulator.complete_sum()
             self.accumulator.ledger.collect(attempt, freeze=False)
             self._contribution = None
 
@@ -114,14 +114,14 @@ class StepState:
 
     def leave_round(self, attempt: m.Attempt) -> None:
         """Leave the round of `attempt`, which failed here, or took too long."""
-        self.accumulator.ledger.move_in(attempt, "fail")
+        self.accumulator.ledger.transition_in(attempt, "fail")
         if self.round is not None and self.round.attempt.order == attempt.order:
             self.round.fail(RoundFailed("this member left the round"))
         self.changed.set()
 
     def hold(self, average: StageSum) -> bool:
         """Keep the average of an attempt for its commit; False if a newer attempt began."""
-        if not self.accumulator.ledger.move_in(average.attempt, "hold"):
+        if not self.accumulator.ledger.transition_in(average.attempt, "hold"):
             return False
         self.average = average
         return True

@@ -66,7 +66,7 @@ class SumCopies:
         state = self._steps.get(record.step)
         held = state.held_sum(result.sum_digest) if state is not None else None
         if state is not None and held is not None:
-            state.accumulator.ledger.move("commit")
+            state.accumulator.ledger.transition("commit")
             return held
         self.is_copying = True
         try:
@@ -114,5 +114,5 @@ class SumCopies:
         if average is None:
             raise Refuse("unknown", f"no such average of step {message.step} is held")
         spec, buffer = encode_tensor("average", part_of(average.flat, message.offset, message.length), "raw", "state")
-        self._context.moved.sent_average(spec.num_bytes)
+        self._context.bytes_moved.sent_average(spec.num_bytes)
         return Frame(m.SumCopy(total=average.flat.numel(), tensors=(spec,)), (buffer,))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from swarm.base.errors import RemoteError, RemoteRefused, SwarmError
 from swarm.base.ids import Ticket
-from swarm.lifecycle.record import is_replayable
+from swarm.lifecycle.commit_record import is_replayable
 from swarm.peer.context import PeerContext
 from swarm.peer.link import Refuse
 from swarm.peer.trainer.reports import FeedLike, TicketReport, payload_of

@@ -88,7 +88,7 @@ class RouteTrips:
     ) -> tuple[m.Route, HopResult]:
         loop = asyncio.get_running_loop()
         context, num_samples = self._link.context, _num_samples(tensors)
-        await self.wiring.settled()
+        await self.wiring.wait_for_candidates()
         route = self.wiring.route(num_samples, now=loop.time(), served_by=served_by, avoid=avoid)
         if isinstance(route, int):
             raise RemoteError(f"stage {route} has no peer that may be tried now")

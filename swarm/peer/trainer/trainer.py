@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from swarm.base.errors import LinkError, RemoteError, SwarmError
 from swarm.base.ids import ZERO_BALLOT, Ticket
-from swarm.lifecycle.record import MAX_FAULTY_STEPS, is_faulty
+from swarm.lifecycle.commit_record import MAX_FAULTY_STEPS, is_faulty
 from swarm.peer.context import PeerContext
 from swarm.peer.coordinator.candidacy import WAITING_STATE
 from swarm.peer.coordinator.election import Election

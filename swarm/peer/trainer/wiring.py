@@ -69,7 +69,7 @@ class Wiring:
             for candidates, members in zip(route, self._members, strict=True)
         )
 
-    async def settled(self) -> None:
+    async def wait_for_candidates(self) -> None:
         """Wait while all of a stage are suspected, and some of them not looked at yet: nobody of it can be chosen."""
         liveness = self._presence.liveness
         while any(len(liveness.silent(members)) < len(members) == len(liveness.suspected(members)) for members in self._members):

@@ -1,1 +1,1 @@
-"""What a CUDA device adds: copies on streams, graphs, kernels."""
+"""What a CUDA device adds: copies on streams, CUDA graphs, kernels."""

@@ -51,7 +51,7 @@ def captured_if_it_pays(
     It takes the time of a few micro-batches.
 
     Args:
-        launch: the same forward and backward without graphs.
+        launch: the same forward and backward without CUDA graphs.
         graph_bytes: once that was done.
 
     The others as for `CapturedStage`.
@@ -217,7 +217,7 @@ class BorrowedCall:
 
     @property
     def outputs(self) -> Tensors:
-        """The outputs without their graph; their memory is another's once the call is free."""
+        """The outputs without their autograd graph; their memory is another's once the call is free."""
         return self._call.outputs
 
     @property
@@ -232,7 +232,7 @@ class BorrowedCall:
             seeds: gradients of all outputs that have one, by name.
 
         Raises:
-            RuntimeError: one is missing or has a wrong shape, as torch says without graphs.
+            RuntimeError: one is missing or has a wrong shape, as torch says without CUDA graphs.
 
         Returns:
             Gradients of the inputs, by name, and of the parameters.
@@ -296,7 +296,7 @@ class _CapturedCall:
 def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:
     """What this thread launches is recorded. Other threads may go on with the device.
 
-    Python's collector waits: to free another graph, or a kernel that was compiled, ends a recording in its thread.
+    Python's collector waits: to free another CUDA graph, or a kernel that was compiled, ends a recording in its thread.
     """
     is_collecting, before = gc.isenabled(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

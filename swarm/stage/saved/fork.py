@@ -14,7 +14,7 @@ import torch
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT
-from swarm.lifecycle.record import version_id_of
+from swarm.lifecycle.commit_record import version_id_of
 from swarm.stage.compute import MASTER_DTYPES, PRECISION_DTYPES
 from swarm.stage.digest import digest_of
 from swarm.stage.frozen import stage_module

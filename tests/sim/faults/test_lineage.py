@@ -12,7 +12,7 @@ import pytest
 
 from swarm.base.errors import LinkBroken, StorageError
 from swarm.base.ids import Ballot
-from swarm.lifecycle.record import restoring_record
+from swarm.lifecycle.commit_record import restoring_record
 from swarm.peer.coordinator.lineage import Lineage
 from swarm.peer.coordinator.run_leadership import Demoted, RunLeadership
 from swarm.peer.stage import saved_states
@@ -695,7 +695,7 @@ def test_a_coordinator_whose_members_have_gone_on_gives_way_though_one_is_not_th
         if how == "has not heard":
             late.peer.committed.record = simulation.commits[2]
         with pytest.raises(Demoted, match="a record of step 3"):
-            await Lineage(leadership).settle(rival)
+            await Lineage(leadership).resolve_rivalry(rival)
         assert how == "is cut off" or late.peer.committed.record.step >= rival.step, "it was not told"
         simulation.rejoin(late)
         await simulation.finish()
@@ -715,13 +715,13 @@ def test_a_version_that_nobody_holds_is_given_up_for_the_newest_that_somebody_do
         await simulation.start(peers_per_stage=2, trainers=1)
         await committed(simulation, 5)
 
-        async def settle(lineage, rival):
+        async def resolve_rivalry(lineage, rival):
             lineage._leadership.rival = None
             mine = lineage._leadership.newest
             return restoring_record(simulation.commits[0], era=1, ballot=lineage._leadership.ballot, members=mine.members)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Lineage, "settle", settle)
+            patch.setattr(Lineage, "resolve_rivalry", resolve_rivalry)
             coordinator = next(n.peer.election.coordinator for n in simulation.nodes.values() if simulation.coordinates(n))
             coordinator._leadership.rival = simulation.commits[4]
             async with asyncio.timeout(10.0):

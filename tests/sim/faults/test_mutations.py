@@ -13,7 +13,7 @@ import pytest
 
 from swarm.averaging.tied import TiedRanges
 from swarm.base.errors import SwarmError
-from swarm.lifecycle import record
+from swarm.lifecycle import commit_record
 from swarm.lifecycle.coverage import Coverage
 from swarm.lifecycle.step import STEP, Ledger
 from swarm.peer.coordinator import chosen_leaders
@@ -311,7 +311,7 @@ def count_tied_sums_in_every_stage(patch):
 
 
 def decide_on_tied_sums_that_differ(patch):
-    for module in (election, record, chosen_leaders):
+    for module in (election, commit_record, chosen_leaders):
         patch.setattr(module, "torn_tie", lambda results: "")
 
 

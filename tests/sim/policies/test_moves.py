@@ -73,11 +73,11 @@ def test_what_a_peer_has_counted_moves_with_it():
         await start(simulation, [2, 1, 1])
         await committed(simulation, 10)
         node = simulation.nodes["stage0.1"]
-        before = node.peer.moved.average_sent
+        before = node.peer.bytes_moved.average_sent
         simulation.move("stage0.1", 2)
         await simulation.finish()
         assert node.peer.stage == 2
-        assert node.peer.moved.average_sent >= before > 0
+        assert node.peer.bytes_moved.average_sent >= before > 0
         await simulation.close()
 
     run_checked(main())

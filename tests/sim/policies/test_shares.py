@@ -38,7 +38,7 @@ def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
         assert shares[1][peer] < 0.05 * total, f"measured, the slow peer reduces little: {shares[1]}"
         assert shares[2][peer] < 0.05 * total, f"and in the next round: {shares[2]}"
         assert shares[STEPS - 1][peer] > 0.05 * total, f"its line is good again: {shares[STEPS - 1]}"
-        sent = sum(p.moved.average_sent for p in simulation.stage_peers(0))
+        sent = sum(p.bytes_moved.average_sent for p in simulation.stage_peers(0))
         assert sent == STEPS * 2 * 3 * total * 8, "three parts of every fp64 value go out, and three sums come back"
         assert all(len(version_ids) == 1 for version_ids in simulation.version_ids.values())
         digests = {p.committed.state_digest for p in simulation.stage_peers(0)}

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from swarm.base.ids import Ticket
-from swarm.lifecycle.record import MAX_FAULTY_STEPS
+from swarm.lifecycle.commit_record import MAX_FAULTY_STEPS
 from swarm.peer.trainer.reports import StepsFailed
 from swarm.testing.simulation.phases import until
 from swarm.testing.simulation.simulation import Simulation

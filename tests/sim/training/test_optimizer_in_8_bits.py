@@ -25,7 +25,7 @@ def test_replicas_identical_with_a_newcomer_that_took_codes_over():
         newcomer = await simulation.add_stage_peer("stage1.2", 1)
         await simulation.finish()
         assert newcomer.peer.membership.serving
-        assert newcomer.peer.moved.state_received > 0, "it had nothing to take over"
+        assert newcomer.peer.bytes_moved.state_received > 0, "it had nothing to take over"
         assert {name: tensor.dtype for name, tensor in newcomer.peer.committed.versions.optimizer.tensors.items()} == {
             "first": torch.uint8,
             "first_scales": torch.float32,

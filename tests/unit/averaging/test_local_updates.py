@@ -9,7 +9,7 @@ from swarm.averaging.compressors.choice import compressor_of
 from swarm.averaging.local_updates import LocalAccumulator, OwnCopy
 from swarm.base.config import RunConfig
 from swarm.base.ids import ZERO_BALLOT
-from swarm.lifecycle.record import genesis_record
+from swarm.lifecycle.commit_record import genesis_record
 from swarm.lifecycle.step import LedgerEntry
 from swarm.policy.schedule import learning_rate
 from swarm.stage.device import KnownNumbers

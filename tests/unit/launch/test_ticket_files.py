@@ -12,7 +12,7 @@ from launch.run.ticket_files import TicketFiles, recorded
 from swarm.base.config import RunConfig, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
-from swarm.lifecycle.record import is_replayable
+from swarm.lifecycle.commit_record import is_replayable
 from swarm.peer.trainer.reports import TicketReport
 from swarm.wire.messages import Hop, Norms, Trained
 

@@ -91,7 +91,7 @@ def test_nothing_is_added_while_frozen_averaging_prepared_or_committed() -> None
     ledger.collect(ATTEMPT_1, freeze=True)
     ledger.grant(0, ATTEMPT_1)
     for event, state in (("freeze", "frozen"), ("reduce", "averaging"), ("hold", "prepared"), ("commit", "committed")):
-        ledger.move(event)
+        ledger.transition(event)
         assert ledger.state == state
         assert not ledger.may_add(0)
 
@@ -114,7 +114,7 @@ def test_attempts_are_ordered_by_ballot_before_number() -> None:
 
 def test_a_committed_step_is_never_collected() -> None:
     ledger = Ledger(0)
-    ledger.move("commit")
+    ledger.transition("commit")
     with pytest.raises(InternalError, match="committed"):
         ledger.collect(ATTEMPT_1, freeze=False)
 

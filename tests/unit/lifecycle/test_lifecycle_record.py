@@ -10,8 +10,7 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
 from swarm.base.ids import Ballot
-from swarm.lifecycle.coverage import torn_tie
-from swarm.lifecycle.record import (
+from swarm.lifecycle.commit_record import (
     FIRST_LOSS_SCALE,
     MAX_FAULTY_STEPS,
     SCALE_GROWTH_STEPS,
@@ -25,6 +24,7 @@ from swarm.lifecycle.record import (
     restoring_record,
     version_id_of,
 )
+from swarm.lifecycle.coverage import torn_tie
 from swarm.wire.messages import Attempt, CommitRecord, Member, StageResult
 
 RUN = "1" * 64

@@ -20,7 +20,7 @@ from models.registry import factory_of
 from swarm.base.config import RunConfig, parse_config
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT, Ticket
-from swarm.lifecycle.record import genesis_record
+from swarm.lifecycle.commit_record import genesis_record
 from swarm.stage.compute import StageCompute
 from swarm.stage.module import Tensors
 from swarm.stage.versions import Version, make_version

@@ -12,7 +12,7 @@ from swarm.net.kademlia.calls import UnknownNode
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.rpc import RecordProtocol
 from swarm.testing.memory_datagrams import DatagramLoop
-from swarm.wire.records import PeerRecord, SignedRecord
+from swarm.wire.peer_records import PeerRecord, SignedRecord
 
 KEY = "5" * 64 + "/stage/1"
 

@@ -14,7 +14,7 @@ import pytest
 from swarm.net.identity import Identity
 from swarm.net.kademlia import wire
 from swarm.net.kademlia.server import ServerTiming
-from swarm.wire.records import MAX_RECORD_BYTES, PeerRecord, SignedRecord
+from swarm.wire.peer_records import MAX_RECORD_BYTES, PeerRecord, SignedRecord
 from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 

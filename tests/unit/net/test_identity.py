@@ -12,7 +12,7 @@ import pytest
 
 from swarm.base.errors import ConfigError, StorageError
 from swarm.net.identity import SEQUENCE_BLOCK, Identity
-from swarm.wire.records import PeerRecord, verify_record
+from swarm.wire.peer_records import PeerRecord, verify_record
 
 
 def test_an_identity_survives_a_restart(tmp_path):

@@ -27,7 +27,7 @@ from swarm.net.kademlia.calls import UnknownNode
 from swarm.net.kademlia.dht import KademliaDht
 from swarm.net.kademlia.routing import LiveRoutingTable, plausible_for
 from swarm.net.kademlia.server import ServerTiming
-from swarm.wire.records import SignedRecord
+from swarm.wire.peer_records import SignedRecord
 from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 

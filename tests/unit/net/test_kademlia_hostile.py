@@ -21,7 +21,7 @@ from swarm.net.kademlia.answers import NUM_ARGUMENTS
 from swarm.net.kademlia.calls import UnknownNode
 from swarm.net.kademlia.known_addresses import prove
 from swarm.net.kademlia.record_storage import RecordStorage, RecordVerifier, StorageLimits
-from swarm.wire.records import PeerRecord, SignedRecord
+from swarm.wire.peer_records import PeerRecord, SignedRecord
 from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 HOME = ("10.9.9.9", 9)

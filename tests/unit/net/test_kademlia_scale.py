@@ -22,7 +22,7 @@ from swarm.net.kademlia.server import ServerTiming
 from swarm.testing.lossy_udp import LossyUdp
 from swarm.testing.memory_dht import MemoryDht, MemoryDhtNetwork
 from swarm.testing.virtual_time import run_virtual
-from swarm.wire.records import PeerRecord
+from swarm.wire.peer_records import PeerRecord
 from tests.unit.net.kademlia_nodes import KEY, ask, close, fabric, make, protocol, run, signed, spawn
 
 BAD_LINKS = {"drop": 0.2, "duplicate": 0.1, "latency_s": (0.001, 0.05)}

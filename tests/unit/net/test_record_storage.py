@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.net.identity import Identity
 from swarm.net.kademlia.record_storage import REFUSALS, RecordStorage, RecordVerifier, StorageLimits
-from swarm.wire.records import PeerRecord, SignedRecord, verify_record
+from swarm.wire.peer_records import PeerRecord, SignedRecord, verify_record
 
 WRITERS = [Identity.ephemeral(random.Random(seed)) for seed in range(5)]
 KEYS = ["a", "b", "c", "d"]

@@ -107,7 +107,7 @@ def test_a_job_that_fails_halfway_forgets_what_was_unknown() -> None:
     accumulator.ledger.grant(1, accumulator.ledger.attempt)
     accumulator.add_unseen(1, Later(LedgerEntry(1, 0.0), True), VALID, [torch.ones(2, 3), torch.ones(7)])
     with pytest.raises(ValueError, match="shape"):
-        accumulator.settle()
+        accumulator.complete_sum()
     accumulator.freeze(Attempt(n=1))
     assert not accumulator.ledger.entries
     assert accumulator.contribution() is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.base.errors import RemoteProtocolError
 from swarm.base.ids import peer_id_of
-from swarm.wire.records import (
+from swarm.wire.peer_records import (
     MAX_KEY_BYTES,
     MAX_RECORD_BYTES,
     MAX_TTL_S,

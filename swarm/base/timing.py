@@ -19,7 +19,7 @@ class Timing(BaseModel):
     record_ttl_s: float = Field(10.0, ge=0.1, le=3600, description="life of a DHT record at its receiver; renewed at a third")
     genesis_quiet_s: float = Field(1.0, ge=0, description="the run starts once nobody new has come for this long")
     stage_lost_s: float = Field(60.0, ge=0.05, description="a stage without a holder for this long is lost")
-    average_s: float = Field(30.0, ge=0.05, description="one averaging round inside a stage must end within this time")
+    average_s: float = Field(30.0, ge=0.05, description="an averaging round of which nothing moves for this long has failed")
     rebalance_every_s: float = Field(
         300.0, ge=0, description="time between decisions whether peers move to another stage; 0 moves nobody"
     )

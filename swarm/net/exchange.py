@@ -237,6 +237,34 @@ class Waiting(Guard):
         await super().__aexit__(*raised)
 
 
+class Moving(Guard):
+    """The block ends with `TimeoutError` once `count` has given the same for `still_s` seconds, however long the work takes."""
+
+    def __init__(self, count: Callable[[], object], still_s: float) -> None:
+        super().__init__()
+        self._count = count
+        self._still_s = still_s
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._seen, self._moved_at = self._count(), self._loop.time()
+        self._next_look = self._loop.call_later(self._still_s / 8, self._look)
+        return self
+
+    def _look(self) -> None:
+        seen, now = self._count(), self._loop.time()
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, now
+        if now - self._moved_at >= self._still_s:
+            self.end(TimeoutError(f"nothing moved for {self._still_s:g} s"))
+        else:
+            self._next_look = self._loop.call_later(self._still_s / 8, self._look)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._next_look.cancel()
+        await super().__aexit__(*raised)
+
+
 class Beating(Guard):
     """`beat` is called every `heartbeat_s` until the block ends, never cut off halfway; its error ends the block."""
 

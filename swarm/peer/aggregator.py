@@ -165,7 +165,7 @@ class Aggregator:
         self._num_attempts += 1
         progress.follow(self._movement_of(reduction))
         try:
-            async with asyncio.timeout(self._timing.average_s), self._carries.measured():
+            async with self._carries.measured():
                 await self._all_reduced(reduction)
             if not self._carries.is_measuring:
                 self._reach.heard(self._carries.upload, self._carries.download, asyncio.get_running_loop().time())
@@ -174,8 +174,6 @@ class Aggregator:
             for fault in reduction.blamed.values():
                 logger.error("step %d, stage %d: %s", message.step, message.stage, fault)
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
-        except TimeoutError:
-            return m.Reduced(reason=f"not reduced within {self._timing.average_s:g} s")
         finally:
             self._forget(message.stage, attempt, "the attempt is over")
         return m.Reduced()

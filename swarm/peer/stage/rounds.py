@@ -15,6 +15,7 @@ from swarm.averaging.all_reduce import Round
 from swarm.averaging.compressors.interface import Contribution
 from swarm.averaging.reduction import AUXILIARY_WINDOW, CodedChunk, RoundFailed
 from swarm.base.errors import LinkError
+from swarm.net.exchange import Moving
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse
 from swarm.peer.stage.committed_state import CommittedState
@@ -79,7 +80,8 @@ class Rounds:
             round_ = await self._round(state, message)
             self._follow(progress, state, round_)
             progress.follow(lambda: state.from_others.count)
-            async with asyncio.timeout(self._context.config.timing.average_s), self._context.carries.measured():
+            timing = self._context.config.timing
+            async with Moving(lambda: self._movement(state, round_), timing.average_s), self._context.carries.measured():
                 average = await round_.run(
                     lambda phase, j, number, chunk: (
                         self._exchange(message, round_.members[j], phase, number, chunk, state.exchanged)
@@ -95,7 +97,7 @@ class Rounds:
             return m.Reduced(suspects=failure.suspects, reason=str(failure)[:2000])
         except TimeoutError:
             state.leave_round(message.attempt)
-            return m.Reduced(reason=f"no average within {self._context.config.timing.average_s:g} s")
+            return m.Reduced(reason=f"nothing of the average moved for {self._context.config.timing.average_s:g} s")
         # Invariant: the average is held before the leader hears of it.
         if not state.hold(average):
             return m.Reduced(reason="a newer attempt began")
@@ -104,6 +106,10 @@ class Rounds:
     def _follow(self, progress: Progress, state: StepState, round_: Round) -> None:
         state.follow(progress, round_)
         progress.follow(lambda: self._context.background.finished)
+
+    def _movement(self, state: StepState, round_: Round) -> tuple[int, ...]:
+        """What advances while a round does, however large the model and slow the lines."""
+        return state.movement(round_), state.from_others.count, self._context.background.finished
 
     async def _round(self, state: StepState, message: m.Reduce) -> Round:
         """Make the round of this attempt, once, from a copy of the sealed accumulator."""
@@ -194,7 +200,8 @@ class Rounds:
                 async with asyncio.timeout(self._context.config.timing.request_s):
                     await state.changed.wait()
             except TimeoutError:
-                raise Refuse("wrong_state", "this member was not told to start the round") from None
+                if ledger.state == "frozen":  # else it was told, and copies what it sealed, which takes as long as that is large
+                    raise Refuse("wrong_state", "this member was not told to start the round") from None
         round_ = state.round
         if round_.index_of(message.member) is None:
             raise Refuse("not_member", "the sender is not sealed in this attempt")

@@ -128,8 +128,11 @@ class StepState:
 
     def follow(self, progress: Progress, round_: Round) -> None:
         """Have `progress` advance with slices, sums and bytes, not with heartbeats: members would keep each other waiting."""
-        progress.follow(lambda: round_.num_received)
-        progress.follow(lambda: self.exchanged.num_bytes)
+        progress.follow(lambda: self.movement(round_))
+
+    def movement(self, round_: Round) -> int:
+        """Chunks received and bytes exchanged: what advances while `round_` does, however long it takes."""
+        return round_.num_received + self.exchanged.num_bytes
 
     def held_sum(self, digest: str) -> StageSum | None:
         """Return the average with this digest, if this member holds it."""

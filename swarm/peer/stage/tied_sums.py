@@ -17,6 +17,7 @@ from swarm.averaging.all_reduce import Round
 from swarm.averaging.reduction import RoundFailed
 from swarm.averaging.tied import Tied, TiedRange, TiedRanges
 from swarm.base.errors import LinkError, RemoteError
+from swarm.net.exchange import Moving
 from swarm.net.transport import Progress
 from swarm.peer.link import Refuse
 from swarm.peer.presence import Candidates
@@ -134,11 +135,17 @@ class TiedSums:
                 progress.follow(lambda: self._context.background.finished)
                 followed = round_
             state.changed.clear()
+            timing = self._context.config.timing
             try:
-                timing = self._context.config.timing
-                async with asyncio.timeout(timing.request_s if round_ is None else timing.average_s):
+                async with asyncio.timeout(timing.request_s) if round_ is None else self._moving(state, round_):
                     await state.changed.wait()
             except TimeoutError:
+                if round_ is None and ledger.state == "averaging":
+                    continue  # it was told, and copies what it sealed
                 waited_for = "told to start the round" if round_ is None else "done with the round"
                 raise Refuse("wrong_state", f"this member was not {waited_for}") from None
         return sums
+
+    def _moving(self, state: StepState, round_: Round) -> Moving:
+        background, still_s = self._context.background, self._context.config.timing.average_s
+        return Moving(lambda: (state.movement(round_), background.finished), still_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from swarm.testing.simulation.phases import Log, committed, kind
 from swarm.testing.simulation.simulation import Simulation
 from swarm.testing.simulation.small_model import SmallFactory, small_config
@@ -43,6 +45,24 @@ def test_a_slow_link_is_measured_and_its_peer_reduces_less() -> None:
         assert all(len(version_ids) == 1 for version_ids in simulation.version_ids.values())
         digests = {p.committed.state_digest for p in simulation.stage_peers(0)}
         assert len(digests) == 1, "replicas_identical with unequal shares"
+        await simulation.close()
+
+    run_virtual(main())
+
+
+def test_a_round_may_take_longer_than_average_s_while_it_moves() -> None:
+    """Averages of 4 MiB over lines of 500 kB/s take over 10 s; three seconds are the longest that nothing may move."""
+
+    async def main() -> None:
+        config = small_config(num_stages=1, total_steps=2, timing={"average_s": 3.0})
+        simulation = Simulation(config, factory=SmallFactory(1, padding=ELEMENTS))
+        await simulation.start(peers_per_stage=3)
+        for node in simulation.nodes.values():
+            if node.name.startswith("stage"):
+                simulation.network.line(node.address, up=5e5, down=5e5)
+        began = asyncio.get_running_loop().time()
+        await simulation.finish()
+        assert asyncio.get_running_loop().time() - began > 10.0
         await simulation.close()
 
     run_virtual(main())

@@ -384,13 +384,13 @@ class StageCompute:
         }
         return Gradients(by_input, [*result[len(inputs) :], *self._distances(activation, outputs, tokens)])
 
-    def _distances(self, activation: Activation, outputs: Tensors | None, tokens: int) -> list[torch.Tensor]:
+    def _distances(self, activation: Activation, outputs: Tensors | None, tokens: int) -> list[torch.Tensor | None]:
         """What the ticket adds for each buffer, loss scale included: the accumulator divides all by that."""
         version = activation.version
         if not version.buffers:
             return []
         counted = outputs["tokens"].detach().to(self.master_dtype) if self.last and outputs is not None else float(tokens)
-        return distances(version.buffers, activation.buffers, counted * version.record.loss_scale, self.master_dtype)
+        return [*distances(version.buffers, activation.buffers, counted * version.record.loss_scale, self.master_dtype)]
 
     @torch.no_grad()
     def evaluate(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Tensors:

@@ -30,7 +30,7 @@ class Layout:
     @classmethod
     def of(cls, module: torch.nn.Module, buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Layout:
         """The layout of the parameters of `module` that are trained, in the module's order, and of these of its buffers."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         named += buffers.items()
         offsets = [0]
         for _, parameter in named:

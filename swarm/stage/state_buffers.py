@@ -129,7 +129,7 @@ class BufferSlots:
             for table, key, name in self._all:
                 after[name] = _fitting(name, values[name], table[key])
             for name, table, key, buffer, copy in kept:
-                if table[key] is not buffer or not _is_same(buffer, copy):
+                if buffer is None or table[key] is not buffer or not _is_same(buffer, copy):
                     raise ConfigError(
                         f"the forward changes buffer {name}, which counts as constant, since the stage's example did not show it "
                         "or its factory outlines its stages: peers of the stage would differ"

@@ -52,7 +52,7 @@ class Compressor(Protocol):
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """[N]: what this peer has and the others have not heard of, in the units of its contributions; None: nothing."""
+        """What this peer has and the others have not heard of, [N], in the units of its contributions; None: nothing."""
 
     def compress(self, contribution: Contribution) -> Compression:
         """Begin the exchanges of one attempt; nothing here changes before `adopt`."""

@@ -65,7 +65,10 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
     dtype = MASTER_DTYPES[new.precision]
     layouts, flats, states = [], [], []
     for stage in range(new.num_stages):
-        layout = stage_layout(factory, stage_module(factory, stage, new.frozen))
+        module = stage_module(factory, stage, new.frozen)
+        layout = stage_layout(factory, module)
+        for name in layout.buffers:  # a checkpoint from before buffers were part of the state has none
+            parameters.setdefault(name, module.get_buffer(name))
         layouts.append(layout)
         flats.append(_flat(layout, parameters, "", dtype, stage))
         kept = optimizer_of(new, layout, dtype=dtype, device="cpu").moments

@@ -144,11 +144,12 @@ def _copy_of(buffer: Any) -> Any:
 
 
 def _fitting(name: str, before: torch.Tensor, after: Any) -> torch.Tensor:
-    if not isinstance(after, torch.Tensor) or after.shape != before.shape or after.dtype != before.dtype:
+    is_alike = isinstance(after, torch.Tensor) and after.is_floating_point() == before.is_floating_point()
+    if not is_alike or after.shape != before.shape or not (after.dtype == before.dtype or before.is_floating_point()):
         found = f"{tuple(after.shape)} of {after.dtype}" if isinstance(after, torch.Tensor) else repr(after)
         raise ConfigError(
             f"the forward changes buffer {name} from {tuple(before.shape)} of {before.dtype} to {found}: what is averaged "
-            "between peers keeps its shape and type; register it with persistent=False if it is no state"
+            "between peers keeps its shape and kind of numbers; register it with persistent=False if it is no state"
         )
     return after.detach()
 

@@ -19,7 +19,8 @@ from swarm.wire.messages import CommitRecord
 class Version:
     """The parameters at `record.version_id`: flat masters, and the compute copy as leaf tensors by name.
 
-    `buffers` are those that change, by name, in their own dtypes.
+    `buffers` are those that change, by name, in their own dtypes, or in that of the compute copy if that has fewer digits: what
+    `module.to(dtype)` gives.
     """
 
     record: CommitRecord
@@ -43,7 +44,8 @@ def make_version(record: CommitRecord, layout: Layout, masters: torch.Tensor, dt
     compute = masters if masters.dtype == dtype else masters.to(dtype)
     named = {name: view.detach().requires_grad_(True) for name, view in layout.trained.named(compute).items()}
     views = layout.named(masters) if layout.buffer_dtypes else {}
-    return Version(record, masters, named, {name: views[name].to(own) for name, own in layout.buffers.items()})
+    narrow = {own: dtype if own.is_floating_point and dtype.itemsize < own.itemsize else own for own in layout.buffer_dtypes}
+    return Version(record, masters, named, {name: views[name].to(narrow[own]) for name, own in layout.buffers.items()})
 
 
 @dataclass(frozen=True)

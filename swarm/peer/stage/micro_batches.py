@@ -140,10 +140,10 @@ class MicroBatchServer:
             work.end("cancel")
             raise
         except (ConfigError, RuntimeError, MemoryError) as error:  # torch reports shapes, devices and memory as the latter
-            work.end("fail")
             if isinstance(error, ConfigError):  # the model does what no peer can serve
                 self._context.tasks.fail(error)
-            logger.warning("ticket %s failed in phase %s: %s", tuple(message.ticket), work.phase, error)
+            else:
+                logger.warning("ticket %s failed in phase %s: %s", tuple(message.ticket), work.phase, error)
             raise Refuse("failed", f"{type(error).__name__}: {error}"[:500]) from error
         finally:
             work.end("fail")

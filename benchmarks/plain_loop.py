@@ -22,6 +22,7 @@ from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.ids import Ticket
 from swarm.feed.feed import Batch, Feed, open_feed
 from swarm.policy.schedule import learning_rate
+from swarm.stage.optimizers.decay import has_decay, norm_parameters
 
 
 def train(
@@ -63,13 +64,18 @@ def train(
 
 def adamw(config: RunConfig, model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
+        decay_groups(config, model), lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
     )
+
+
+def decay_groups(config: RunConfig, model: torch.nn.Module) -> list[dict[str, object]]:
+    """What is trained, with the weight decay that the run has for it."""
+    norms = norm_parameters(model)
+    groups: dict[bool, list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(has_decay(name, norms, config.no_decay), []).append(parameter)
+    return [{"params": params, "weight_decay": config.weight_decay * decays} for decays, params in groups.items()]
 
 
 def one_step(config, feed, model, optimizer, step: int) -> tuple[float, int]:

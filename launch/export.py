@@ -105,6 +105,7 @@ def serve(options: ExportOptions, argv: list[str], reports: Reports) -> int:
         config, parameters, step, version_id = _from_checkpoints(options)
     factory = _factory(options, config)
     _add_untrained(parameters, factory, config)
+    _give_types(parameters, factory, config)
     _require_finite(parameters, step)
     factory.save_pretrained(parameters, options.out)
     tokenizer = _tokenizer(options)
@@ -171,6 +172,18 @@ def _add_untrained(parameters: dict[str, torch.Tensor], factory: Any, config: Ru
     for stage in range(config.num_stages):
         for name, value in factory.build(stage).named_parameters():
             parameters.setdefault(name, value.detach())
+
+
+def _give_types(parameters: dict[str, torch.Tensor], factory: Any, config: RunConfig) -> None:
+    """Buffers that training changed get the types that they have in the model: whole numbers are kept as others."""
+    from swarm.stage.module import Outlined, saved_buffers
+
+    if isinstance(factory, Outlined):  # none of its buffers change
+        return
+    for stage in range(config.num_stages):
+        for name, buffer in saved_buffers(factory.build(stage)).items():
+            if name in parameters:
+                parameters[name] = parameters[name].to(buffer.dtype)
 
 
 def _require_finite(parameters: dict[str, torch.Tensor], step: int) -> None:

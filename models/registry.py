@@ -49,6 +49,10 @@ def factory_of(config: RunConfig, *, may_import: bool = True, source: Source | N
         from swarm.stage.frozen import require_parameters
 
         require_parameters(factory, config.frozen)
+    if config.no_decay:
+        from swarm.stage.optimizers.decay import require_fitting
+
+        require_fitting(factory, config.no_decay, config.frozen)
     if config.mode == "local":
         from swarm.stage.module import ties_of
 

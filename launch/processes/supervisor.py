@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launch.arguments import EXIT_DONE
+from launch.arguments import EXIT_DONE, EXIT_USAGE
 from launch.processes.signals import heeded_signals
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class Supervisor:
         self._stopped = threading.Event()
         self._worker: subprocess.Popen[bytes] | None = None
         self._served: dict[str, Any] | None = None
+        #: The worker's present life has come to serve.
+        self._serves = False
 
     def run(self) -> int:
         """Until the worker ends by itself, is told to, or cannot begin; its exit code."""
@@ -58,7 +60,8 @@ class Supervisor:
                     "may lack memory for it",
                     signal.Signals(-code).name,
                 )
-            if code == EXIT_DONE or self._stopped.is_set() or self._served is None:
+            is_refused = code == EXIT_USAGE and self._serves  # by what it serves: so it would be the next time
+            if code == EXIT_DONE or is_refused or self._stopped.is_set() or self._served is None:
                 return code if code >= 0 else 128 - code
             if time.monotonic() - began > LONGEST_BACKOFF_S:
                 backoff_s = self._first_backoff_s
@@ -69,6 +72,7 @@ class Supervisor:
             backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
 
     def _one_life(self) -> int:
+        self._serves = False
         read_fd, write_fd = os.pipe()
         try:
             # A session of its own: a Ctrl-C at the terminal is for the supervisor, which hands it on.
@@ -81,7 +85,7 @@ class Supervisor:
             for line in reports:  # until the worker has gone
                 report = json.loads(line)
                 if report["event"] == "serving":
-                    self._served = report
+                    self._served, self._serves = report, True
                 elif self._served is not None:
                     self._served |= report  # such as the stage that it went to
         return self._worker.wait()

@@ -19,7 +19,7 @@ from launch.options import DataOptions, ModelOptions
 from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, stated_vocab_size, tokenizer_in, vocab_size_of
 from models.packing import why_apart
 from models.presets import PRETRAINED
-from swarm.base.config import RunConfig, parse_config, parse_config_bytes
+from swarm.base.config import NEW_NO_DECAY, RunConfig, parse_config, parse_config_bytes
 from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
 from swarm.feed.sources import BUILTIN
@@ -210,6 +210,8 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         vocab_size=None if gets_vocabulary else vocab_size_of(config),
         today=today or datetime.now(UTC).date(),
     )
+    if "no_decay" not in config.model_fields_set:
+        found["no_decay"] = NEW_NO_DECAY
     if paths.model is not None:
         found |= described(paths.model)
     for key, named in DIGEST_KEYS.items():
@@ -254,7 +256,7 @@ def require_same(stored: bytes, config: RunConfig, where: Path) -> None:
         return
     old = parse_config_bytes(stored)
     differing = [name for name in RunConfig.model_fields if getattr(old, name) != getattr(config, name)]
-    if not differing and set(json.loads(stored)) == set(RunConfig.model_fields):
+    if not differing and set(json.loads(stored)) == set(json.loads(config.to_bytes())):
         raise ConfigError(f"{where}: the run's configuration there was changed by hand: put the file back as it was")
     what = f"another run ({', '.join(differing[:3])} differ)" if differing else "a run of another version"
     raise ConfigError(

@@ -29,8 +29,8 @@ from swarm.wire.messages import Attempt, Member, Seal
 class StageSum:
     """The summed gradient of one attempt: flat [N] on the CPU, tied sums included, its digest, and its sum of squares.
 
-    The squares (fp64) are without tied parameters that another stage owns; `tied` has each tie's name and digest. `state`
-    is what this member's compressor keeps if the attempt is committed.
+    The squares (fp64) are without buffers, and without tied parameters that another stage owns; `tied` has each tie's name and
+    digest. `state` is what this member's compressor keeps if the attempt is committed.
     """
 
     attempt: Attempt
@@ -61,6 +61,7 @@ class Round:
         dtype: torch.dtype,
         slice_sizes: Sequence[int] = (),
         auxiliaries: Sequence[Member] = (),
+        uncounted: Sequence[tuple[int, int]] = (),
         max_group: int = 2**30,
         num_chunks: int = NUM_CHUNKS,
         chunk_elements: int | None = None,
@@ -77,6 +78,7 @@ class Round:
             slice_sizes: elements of the average that each member, and then each auxiliary, reduces; the exchanges are
                 divided alike. Equal slices if empty.
             auxiliaries: peers that only reduce. All are in one group with the members.
+            uncounted: elements `start:end` that are no gradient, and so not in the sum of squares.
             max_group: more members than that sum in groups, level by level; see `grid.py`.
             num_chunks, chunk_elements: see `Reduction`.
             run_job: runs what takes time.
@@ -94,6 +96,7 @@ class Round:
         self._compression = compression
         self._dtype = dtype
         self._slice_sizes = tuple(slice_sizes)
+        self._uncounted = tuple(uncounted)
         self._max_group = max_group
         self._num_phases = 0
         self._num_chunks = num_chunks
@@ -162,7 +165,8 @@ class Round:
         if add_tied is not None:
             # Into a copy: chunks of the sum are still on their way to others, or it is the accumulator itself.
             tied = await add_tied(await self._run_job(flat.clone))
-        digest, sum_squares = await self._run_job(lambda: (digest_of([tied.flat]), squares_of(tied.flat, tied.uncounted)))
+        uncounted = (*tied.uncounted, *self._uncounted)
+        digest, sum_squares = await self._run_job(lambda: (digest_of([tied.flat]), squares_of(tied.flat, uncounted)))
         return StageSum(self.attempt, self.seals, tied.flat, digest, sum_squares, tied.digests, result.state)
 
     async def _advance(self, total: Sum | None) -> GroupVector | Compressed:

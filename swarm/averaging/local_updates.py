@@ -44,8 +44,9 @@ class OwnCopy:
         """The copy at the beginning of a step: the shared parameters, and what this peer has not sent yet."""
         if self.compressor.residual is None:
             return outer
-        masters = outer.masters - self.compressor.residual.to(outer.masters.device)
-        return make_version(outer.record, self.optimizer.moments.layout, masters, self.dtype)
+        layout = self.optimizer.moments.layout
+        trained = outer.masters[: layout.num_trained] - self.compressor.residual.to(outer.masters.device)
+        return make_version(outer.record, layout, layout.joined(trained, outer.masters), self.dtype)
 
     def forget(self) -> None:
         """The run was set back: nothing from before belongs to what follows."""
@@ -113,26 +114,27 @@ class LocalAccumulator(Accumulator):
         tokens = sum(self.ledger.entries[index].tokens for index in new)
         if self._flat is None or self._copy is None or not tokens:
             return
-        optimizer = self._own.optimizer
+        optimizer, trained = self._own.optimizer, self._flat[: self._layout.num_trained]
         config = optimizer.config
-        if not is_finite(self._flat):
+        if not is_finite(trained):
             return  # `freeze` calls all of it overflow
-        norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64)) / tokens
+        norm = float(torch.linalg.vector_norm(trained, dtype=torch.float64)) / tokens
         try:
             masters, self._inner = optimizer.update(
-                self._copy.masters,
-                self._flat,
+                self._copy.masters[: self._layout.num_trained],
+                trained,
                 self._inner or optimizer.moments.zero(),
                 step=self._step,
                 learning_rate=learning_rate(config, self._step),
                 factor=clip_coefficient(norm, config.max_grad_norm) / tokens,
             )
+            masters = self._layout.joined(masters, self._copy.masters)
             self._copy = make_version(self._copy.record, self._layout, masters, self._own.dtype)
         except BaseException:
             self.discard()
             raise
         self._moved_by |= new
-        self._flat.zero_()
+        trained.zero_()
 
     def discard(self) -> None:
         """Drop what was accumulated, and go back to the copy of the step's beginning."""
@@ -152,12 +154,16 @@ class LocalAccumulator(Accumulator):
             self._start_again()
 
     def contribution(self) -> torch.Tensor | None:
-        """Tokens times what the own copy moved by since the shared parameters, `outer - own`, [N] on its device."""
+        """Tokens times what the own copy moved by since the shared parameters, `outer - own`, [N] on its device.
+
+        Buffers do not move with the copy: all tickets of the step start from the shared ones, and their sums are as in any step.
+        """
         self.complete_sum()
         tokens = sum(entry.tokens for entry in self.ledger.entries.values())
-        if self._outer is None or self._copy is None or not tokens:
+        if self._outer is None or self._copy is None or self._flat is None or not tokens:
             return None
-        return (self._outer.masters - self._copy.masters).mul_(tokens)
+        trained = slice(self._layout.num_trained)
+        return self._layout.joined((self._outer.masters[trained] - self._copy.masters[trained]).mul_(tokens), self._flat)
 
     def committed(self) -> None:
         """The step was decided with this contribution in it: the inner optimizer goes on from here."""

@@ -35,6 +35,7 @@ class CompressorFacts:
 OPTIMIZER_FACTS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(),
     "adamw8bit": OptimizerFacts(kept_per_master=0.5, excludes_fp64=True),
+    "lamb": OptimizerFacts(),
 }
 
 COMPRESSOR_FACTS: dict[str, CompressorFacts] = {

@@ -31,6 +31,10 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "fragments": ("mode", ("local",)),
 }
 
+#: Fields that runs had not at first. One that is empty is not written: so a run from before has the bytes, and the id, it had.
+_LATER_FIELDS = ("no_decay",)
+#: What `no_decay` is for a new run that does not say.
+NEW_NO_DECAY = ("norms", "biases")
 #: Fields that may name the owner's own code.
 _MAY_IMPORT = ("model", "optimizer", "average_compression")
 
@@ -88,7 +92,8 @@ class RunConfig(BaseModel):
         "adamw",
         max_length=200,
         examples=[*OPTIMIZER_FACTS],
-        description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too; "
+        description="adamw8bit keeps both moments in 8 bits, a quarter of their memory, on the wire and on disk too; lamb "
+        "is for large batches; "
         "package.module:name is the owner's own",
     )
     learning_rate: float = Field(3e-3, ge=1e-12, le=10, description="peak learning rate of the optimizer")
@@ -96,6 +101,11 @@ class RunConfig(BaseModel):
     beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, le=1, description="added to the root of the second moment")
     weight_decay: float = Field(0.01, ge=0, le=100, description="decoupled weight decay")
+    no_decay: tuple[str, ...] = Field(
+        (),
+        description="parameters without weight decay: norms, biases, patterns such as *.embed_tokens.*; a new run has "
+        "norms,biases, and one from before there was a choice none",
+    )
     max_grad_norm: float = Field(1.0, ge=1e-6, description="global gradient norm over all stages is clipped to this")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
     warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
@@ -179,7 +189,7 @@ class RunConfig(BaseModel):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         return {key.strip(): text.strip() for key, _, text in pairs}
 
-    @field_validator("frozen", mode="before")
+    @field_validator("frozen", "no_decay", mode="before")
     @classmethod
     def _patterns(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -269,7 +279,11 @@ class RunConfig(BaseModel):
 
     def to_bytes(self) -> bytes:
         """Canonical JSON; the creator's bytes travel verbatim and give the run id."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        fields = self.model_dump(mode="json")
+        for name in _LATER_FIELDS:
+            if not fields[name]:
+                del fields[name]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def run_id_of(config_bytes: bytes) -> RunId:

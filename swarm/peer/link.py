@@ -190,7 +190,12 @@ class Tasks:
             logger.warning("%s: %s", task.get_name(), error)
         else:
             logger.error("%s failed: %r", task.get_name(), error, exc_info=error)
-        if vital and self.failure is not None and not self.failure.done():
+        if vital:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Have `until` raise `error`, as if something vital had failed with it."""
+        if self.failure is not None and not self.failure.done():
             self.failure.set_exception(error)
 
     async def until(self, event: asyncio.Event) -> None:

@@ -17,7 +17,6 @@ from swarm.base.ids import Ticket
 from swarm.stage.executor import Executor
 from swarm.stage.frozen import freeze, stage_module
 from swarm.stage.gpu.graphs import BorrowedCall, CapturedStage, captured_if_it_pays
-from swarm.stage.layout import Layout
 from swarm.stage.memory_budget import MemoryBudget
 from swarm.stage.module import (
     Compilable,
@@ -30,6 +29,7 @@ from swarm.stage.module import (
     saved_buffers,
     tick_with,
 )
+from swarm.stage.state_buffers import BufferSlots, distances, stage_layout
 from swarm.stage.versions import Version
 
 PRECISION_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,6 +52,8 @@ class Activation:
     outputs: Tensors | None = None
     #: Bytes of the saved autograd graph, without parameters and inputs; 0 if it is captured.
     graph_bytes: int = 0
+    #: What its last forward made of the version's buffers: a recomputation takes the place of the one before.
+    buffers: Tensors = field(default_factory=dict)
     recomputed: bool = False
     #: Where the forward was a CUDA graph: the backward is captured, too.
     lease: BorrowedCall | None = None
@@ -64,7 +66,7 @@ class Activation:
     def drop(self) -> None:
         """The backward computes the forward again, once `take` gave it the inputs."""
         self.outputs = self.lease = self.labels = None
-        self.inputs = {}
+        self.inputs, self.buffers = {}, {}
 
     def take(self, inputs: Tensors, labels: Tensors | None) -> None:
         """Floating inputs become leaves."""
@@ -74,7 +76,10 @@ class Activation:
 
 @dataclass
 class Gradients:
-    """The outcome of one backward: by input name, and in the layout's order for the parameters (None where unused)."""
+    """The outcome of one backward: by input name, and in the layout's order for the rest (None where unused).
+
+    That is the gradients of the parameters, and what the ticket adds for each buffer (`state_buffers.distances`).
+    """
 
     inputs: Tensors
     parameters: list[torch.Tensor | None] = field(repr=False)
@@ -115,7 +120,7 @@ class StageCompute:
         streams = isinstance(factory, StreamingFactory)
         module = stage_module(factory, stage, frozen) if streams else factory.build(stage)
         freeze(module, frozen)
-        self.layout = Layout.of(module)
+        self.layout = stage_layout(factory, module)
         #: Parameters that are not trained and that no seed gives: part of what a newcomer takes over.
         self.frozen: Tensors = self._place_frozen(module) if streams else {}
         #: Whether this peer can make the initial values by itself.
@@ -132,6 +137,7 @@ class StageCompute:
         if streams and self.has_values:
             self._first_masters = self._stream(self.frozen)
         self._places = ParameterSlots(self._module)
+        self._buffers = BufferSlots(self._module, tuple(self.layout.buffers))
         self._compiled: list[torch.nn.Module] = self._compile() if compile else []
         self._captured: CapturedStage | None = None
         self._budget = budget
@@ -143,10 +149,9 @@ class StageCompute:
             if (isinstance(child, _DROPOUTS) and child.p > 0) or getattr(child, "draws_at_random", False):
                 child.register_forward_pre_hook(self._seed_dropout(name))
                 draws = True
-        #: CUDA graphs may be used and were not tried.
-        self._may_capture = (
-            budget is not None and not draws and isinstance(self._module, Compilable) and torch.device(device).type == "cuda"
-        )
+        #: CUDA graphs may be used and were not tried. What they replay has its buffers in fixed places.
+        is_fixed = not draws and not self.layout.buffer_dtypes and isinstance(self._module, Compilable)
+        self._may_capture = budget is not None and is_fixed and torch.device(device).type == "cuda"
 
     def initial_masters(self) -> torch.Tensor:
         """The initial values, flat [N]; handed out once, then made again, since they are hardly ever needed.
@@ -188,7 +193,7 @@ class StageCompute:
         return placed
 
     def _masters_of(self, module: torch.nn.Module) -> torch.Tensor:
-        values = dict(module.named_parameters())
+        values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return self.layout.flatten((values[name] for name in self.layout.names), dtype=self.master_dtype, device=self.device)
 
     def _compile(self) -> list[torch.nn.Module]:
@@ -283,6 +288,11 @@ class StageCompute:
         with self._places.holding(parameters):
             return self._module(inputs, labels)
 
+    def _train(self, a: Activation) -> Tensors:
+        """One training forward; it leaves the version's buffers as they are, and the ticket's with the activation."""
+        with self._buffers.holding(a.version.buffers) as a.buffers:
+            return self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
+
     def forward(
         self, version: Version, ticket: Ticket, inputs: Tensors, labels: Tensors | None, *, keep_graph: bool
     ) -> Activation:
@@ -302,11 +312,11 @@ class StageCompute:
         signature = tuple((n, tuple(t.shape), t.dtype) for n, t in a.inputs.items())
         if not with_graph:
             with torch.no_grad():
-                return self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
+                return self._train(a)
         known = self._graph_bytes.get(signature)
         if known is not None:
             a.graph_bytes = known
-            return self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
+            return self._train(a)
         storages: dict[int, int] = {}
         held = [*a.version.parameters.values(), *a.inputs.values(), *(a.labels or {}).values()]
         held += [*self._module.parameters(), *self._module.buffers()]  # what is not trained is there once for all
@@ -319,7 +329,7 @@ class StageCompute:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._call(a.version.parameters, a.ticket, a.inputs, a.labels, train=True)
+            outputs = self._train(a)
         a.graph_bytes = self._graph_bytes[signature] = sum(storages.values())
         return outputs
 
@@ -330,20 +340,23 @@ class StageCompute:
         signature = tuple((n, tuple(t.shape), t.dtype) for n, t in inputs.items())
         return self._graph_bytes.get(signature, 0)
 
-    def backward(self, activation: Activation, output_gradients: Tensors | None) -> Gradients:
+    def backward(self, activation: Activation, output_gradients: Tensors | None, *, tokens: int = 0) -> Gradients:
         """Gradients of one micro-batch; recomputes the forward with the ticket's own version if the autograd graph was dropped.
 
         Args:
             activation: from `forward`; its outputs are let go.
             output_gradients: by output name, or None at the last stage (the loss sum's gradient is the version's loss
                 scale: all gradients of the micro-batch are multiplied with it).
+            tokens: of the micro-batch, which its buffers count by; the last stage counts them itself.
 
         Raises:
             RuntimeError: one is missing, or has a wrong shape.
         """
         if not activation.version.parameters and not any(t.requires_grad for t in activation.inputs.values()):
-            activation.outputs = None  # nothing is trained here or before: nobody wants a gradient
-            return Gradients({}, [])
+            made, activation.outputs = activation.outputs, None  # nothing is trained here or before: nobody wants a gradient
+            if activation.version.buffers and not activation.buffers:
+                self._outputs(activation, False)
+            return Gradients({}, self._distances(activation, made, tokens))
         lease, outputs = activation.lease, activation.outputs
         if lease is not None:
             if output_gradients is None:
@@ -369,9 +382,18 @@ class StageCompute:
         by_input = {
             name: g if g is not None else torch.zeros_like(t) for (name, t), g in zip(inputs.items(), result, strict=False)
         }
-        return Gradients(by_input, list(result[len(inputs) :]))
+        return Gradients(by_input, [*result[len(inputs) :], *self._distances(activation, outputs, tokens)])
+
+    def _distances(self, activation: Activation, outputs: Tensors | None, tokens: int) -> list[torch.Tensor | None]:
+        """What the ticket adds for each buffer, loss scale included: the accumulator divides all by that."""
+        version = activation.version
+        if not version.buffers:
+            return []
+        counted = outputs["tokens"].detach().to(self.master_dtype) if self.last and outputs is not None else float(tokens)
+        return [*distances(version.buffers, activation.buffers, counted * version.record.loss_scale, self.master_dtype)]
 
     @torch.no_grad()
     def evaluate(self, version: Version, inputs: Tensors, labels: Tensors | None) -> Tensors:
         """Forward only, dropout off."""
-        return self._call(version.parameters, Ticket(0, 0), inputs, labels, train=False)
+        with self._buffers.holding(version.buffers, train=False):
+            return self._call(version.parameters, Ticket(0, 0), inputs, labels, train=False)

@@ -51,8 +51,11 @@ class StageFactory(Protocol):
     Random draws are repeated on recomputation inside dropout modules, and inside submodules that have an attribute
     `draws_at_random = True`: those are seeded whenever they are called.
 
-    Its parameters' names are unique in the whole model, and their initial values are a function of (seed, name, shape)
-    alone, so that peers of a stage agree and another cut is the same model.
+    Names of its parameters and buffers are unique in the whole model, and their initial values are a function of (seed, name,
+    shape) alone, so that peers of a stage agree and another cut is the same model.
+
+    Buffers that its state dict holds and its training forward changes are part of the stage's state: see `state_buffers.py`. A
+    module may have an `example`, as a `Compilable` one does: then only buffers that change in it count. Others are left alone.
     """
 
     num_stages: int

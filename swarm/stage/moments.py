@@ -52,7 +52,7 @@ class Moments:
     gradient, and no first moment is divided by a second one that was lost.
 
     Args:
-        layout: of the parameters.
+        layout: of the stage; buffers have no moments.
         kept: names of the moments.
         dtype: of the masters.
         device: of the masters, which `read` gives numbers to and `write` takes them from.
@@ -78,10 +78,11 @@ class Moments:
         self.home = torch.device(home or device)
         #: Name -> dtype, and how it is made up of parts that belong to a parameter each.
         self.entries: dict[str, tuple[torch.dtype, Layout]] = {}
+        trained = layout.trained
         for name in self.kept:
-            self.entries[name] = (torch.uint8 if in_8_bits else dtype, layout)
+            self.entries[name] = (torch.uint8 if in_8_bits else dtype, trained)
             if in_8_bits:
-                self.entries[name + _SCALES] = (torch.float32, layout.in_blocks(eight_bit.BLOCK))
+                self.entries[name + _SCALES] = (torch.float32, trained.in_blocks(eight_bit.BLOCK))
 
     def alike(self, *, kept: Sequence[str], in_8_bits: bool) -> Moments:
         """Other moments of the same parameters, in the same place."""
@@ -115,11 +116,11 @@ class Moments:
     def _ends(self) -> list[int]:
         """The end of all, and where a block ends early because its parameter does."""
         ends, start = set(), 0
-        for end in self.layout.offsets[1:] if self._in_8_bits else ():
+        for end in self.layout.trained.offsets[1:] if self._in_8_bits else ():
             if (end - start) % eight_bit.BLOCK:
                 ends.add(end)
                 start = end
-        return sorted(ends | {self.layout.num_elements})
+        return sorted(ends | {self.layout.num_trained})
 
     def of_numbers(self, numbers: Mapping[str, torch.Tensor], num_updates: int) -> OptimizerState:
         """A state that holds these moments [N], by name, which lie where the masters do and have their dtype."""

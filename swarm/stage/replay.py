@@ -74,7 +74,7 @@ def replay(
         if compute.last:
             outputs = activation.outputs or {}
             entry = entry_of(int(outputs["tokens"]), float(outputs["loss_sum"].detach()))
-        result = compute.backward(activation, gradients)
+        result = compute.backward(activation, gradients, tokens=entry.tokens)
         norms[stage] |= gradient_norms(result.inputs, norm_of(result.parameters), loss_scale=version.record.loss_scale)
         answer = [coded(name, tensor, codec, "grad") for name, tensor in result.inputs.items()]
     return Replayed([finite({name: float(norm) for name, norm in each.items()}) for each in norms], entry)

@@ -17,11 +17,16 @@ from swarm.wire.messages import CommitRecord
 
 @dataclass(frozen=True)
 class Version:
-    """The parameters at `record.version_id`: flat masters, and the compute copy as leaf tensors by name."""
+    """The parameters at `record.version_id`: flat masters, and the compute copy as leaf tensors by name.
+
+    `buffers` are those that change, by name, in their own dtypes, or in that of the compute copy if that has fewer digits: what
+    `module.to(dtype)` gives.
+    """
 
     record: CommitRecord
     masters: torch.Tensor
     parameters: dict[str, torch.Tensor] = field(repr=False)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def version_id(self) -> VersionId:
@@ -37,8 +42,10 @@ class Version:
 def make_version(record: CommitRecord, layout: Layout, masters: torch.Tensor, dtype: torch.dtype) -> Version:
     """A version whose compute copy has `dtype`; it shares the masters' memory if they have that dtype already."""
     compute = masters if masters.dtype == dtype else masters.to(dtype)
-    named = {name: view.detach().requires_grad_(True) for name, view in layout.named(compute).items()}
-    return Version(record, masters, named)
+    named = {name: view.detach().requires_grad_(True) for name, view in layout.trained.named(compute).items()}
+    views = layout.named(masters) if layout.buffer_dtypes else {}
+    narrow = {own: dtype if own.is_floating_point and dtype.itemsize < own.itemsize else own for own in layout.buffer_dtypes}
+    return Version(record, masters, named, {name: views[name].to(narrow[own]) for name, own in layout.buffers.items()})
 
 
 @dataclass(frozen=True)

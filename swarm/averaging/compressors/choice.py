@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swarm.averaging.compressors.buffers_apart import BuffersApart
 from swarm.averaging.compressors.fragments import Fragments
 from swarm.averaging.compressors.interface import Compressor
 from swarm.averaging.compressors.plain import Plain
@@ -11,6 +12,7 @@ from swarm.averaging.compressors.powersgd import PowerSgd
 from swarm.averaging.reduction import Code
 from swarm.base.config import RunConfig
 from swarm.base.dotted import imported
+from swarm.base.errors import ConfigError
 from swarm.stage.layout import Layout
 from swarm.wire.compression import AVERAGE_CODECS
 
@@ -47,7 +49,15 @@ def compressor_of(config: RunConfig, layout: Layout) -> Compressor:
     """A new compressor; `RunConfig` has refused what does not go together.
 
     Raises:
-        ConfigError: the name is the owner's own, and was not imported.
+        ConfigError: the name is the owner's own, and was not imported; or auxiliaries cannot sum what it makes.
     """
     make = COMPRESSORS.get(config.average_compression) or imported(config.average_compression, "average_compression")
-    return make(config, layout)
+    is_whole = config.average_compression == "none" and config.aggregation == "mean" and config.fragments == 1
+    if is_whole or not layout.buffer_dtypes:
+        return make(config, layout)
+    if config.auxiliaries:
+        raise ConfigError(
+            f"auxiliaries sum whole averages in one exchange, and buffers that change in forward ({min(layout.buffers)}, ...) "
+            "travel apart from compressed ones: leave auxiliaries at 0, or average_compression at 'none'"
+        )
+    return BuffersApart(make(config, layout.trained), layout)

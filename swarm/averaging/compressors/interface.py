@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -46,10 +46,13 @@ class Contribution:
 class Compressor(Protocol):
     """Decides what one peer sends of its contributions at one stage, and what it keeps back."""
 
-    #: It keeps something back, which goes with its peer.
-    keeps_back: ClassVar[bool]
-    #: [N]: what this peer has and the others have not heard of, in the units of its contributions; None: nothing.
-    residual: torch.Tensor | None
+    @property
+    def keeps_back(self) -> bool:
+        """Whether it keeps something back, which goes with its peer."""
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """What this peer has and the others have not heard of, [N], in the units of its contributions; None: nothing."""
 
     def compress(self, contribution: Contribution) -> Compression:
         """Begin the exchanges of one attempt; nothing here changes before `adopt`."""

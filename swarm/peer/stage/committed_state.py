@@ -31,6 +31,7 @@ from swarm.stage.devices import on_device
 from swarm.stage.digest import checksum_of
 from swarm.stage.executor import Priority
 from swarm.stage.memory_plan import MAX_QUEUED_SUMS
+from swarm.stage.state_buffers import applied
 from swarm.stage.versions import StageState, VersionStore, make_version
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
@@ -343,14 +344,8 @@ class CommittedState:
             newest = self.versions.newest
             masters, optimizer = newest.masters, self.versions.optimizer
             if not record.skipped:
-                masters, optimizer = self._context.optimizer.update(
-                    masters,
-                    flat,
-                    optimizer,
-                    step=record.step,
-                    learning_rate=record.learning_rate,
-                    factor=record.clip_coefficient / record.tokens,
-                )
+                used = self.versions.at(self._context.config.base_step(record.step)) or newest
+                masters, optimizer = applied(self._context.optimizer, newest, used, flat, optimizer, record)
             version = make_version(record, compute.layout, masters, compute.dtype)
             self.versions.add(version, optimizer)
             also()

@@ -23,8 +23,8 @@ from swarm.peer.stage.state_transfer import MASTERS, RANGE_ELEMENTS
 from swarm.stage.compute import MASTER_DTYPES
 from swarm.stage.digest import digest_of
 from swarm.stage.frozen import stage_module
-from swarm.stage.layout import Layout
 from swarm.stage.module import StageFactory
+from swarm.stage.state_buffers import stage_layout
 from swarm.wire import messages as m
 from swarm.wire.framing import Frame
 
@@ -53,7 +53,7 @@ class _Asker:
 async def fetch_parameters(
     transport: Transport, info: m.RunInfo, config: RunConfig, factory: StageFactory, *, deadline_s: float, rng: random.Random
 ) -> tuple[m.CommitRecord, dict[str, torch.Tensor]]:
-    """Fetch the newest record that all stages hold, and every trained parameter at it, in the masters' dtype.
+    """Fetch the newest record that all stages hold, and every trained parameter and changing buffer at it, in the masters' dtype.
 
     Args:
         info: what a peer of the run says of it.
@@ -71,7 +71,7 @@ async def fetch_parameters(
     asker = _Asker(transport, config, info.record.run, new_incarnation(rng))
     offers = await _one_version_id(asker, info.record, deadline_s, rng)
     try:
-        stages = [Layout.of(stage_module(factory, stage, config.frozen)) for stage in range(config.num_stages)]
+        stages = [stage_layout(factory, stage_module(factory, stage, config.frozen)) for stage in range(config.num_stages)]
         dtype = MASTER_DTYPES[config.precision]
         flats = await together(
             *(

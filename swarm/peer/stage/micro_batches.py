@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from swarm.base.errors import ConfigError
 from swarm.lifecycle.micro_batch import MICRO_BATCH
 from swarm.lifecycle.step import LedgerEntry
 from swarm.net.transport import Progress
@@ -113,10 +114,9 @@ class MicroBatchServer:
         await self._taken_up()
         if not self._membership.serving:
             raise Refuse("busy", "this peer is not serving now")
-        last = message.stage == context.config.num_stages - 1
         if len(message.route) != context.config.num_stages - message.stage:
             raise Refuse("bad_request", "the route does not lead to the last stage")
-        if last and not any(spec.role == "label" for spec in message.tensors):
+        if self._compute.last and not any(spec.role == "label" for spec in message.tensors):
             raise Refuse("bad_request", "labels are missing")
         self._require_fitting(message)
         if why := member.at_work.overdue():
@@ -139,9 +139,11 @@ class MicroBatchServer:
         except asyncio.CancelledError:
             work.end("cancel")
             raise
-        except (RuntimeError, MemoryError) as error:  # torch reports shapes, devices and memory this way
-            work.end("fail")
-            logger.warning("ticket %s failed in phase %s: %s", tuple(message.ticket), work.phase, error)
+        except (ConfigError, RuntimeError, MemoryError) as error:  # torch reports shapes, devices and memory as the latter
+            if isinstance(error, ConfigError):  # the model does what no peer can serve
+                self._context.tasks.fail(error)
+            else:
+                logger.warning("ticket %s failed in phase %s: %s", tuple(message.ticket), work.phase, error)
             raise Refuse("failed", f"{type(error).__name__}: {error}"[:500]) from error
         finally:
             work.end("fail")
@@ -301,7 +303,7 @@ class MicroBatchServer:
             gradients, entry = None, activation.outputs or {}
         else:
             gradients, entry = device.receive(below.frame, "grad"), LedgerEntry(below.trained.tokens, 0.0)
-        result = self._compute.backward(activation, gradients)
+        result = self._compute.backward(activation, gradients, tokens=0 if below is None else below.trained.tokens)
         answer = device.send(result.inputs, self._codec, "grad")
         loss_scale, with_norms = activation.version.record.loss_scale, bool(work.message.with_norms)
         added = device.add(

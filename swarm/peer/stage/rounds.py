@@ -136,6 +136,7 @@ class Rounds:
                 dtype=self._context.compute.master_dtype,
                 slice_sizes=message.shares,
                 auxiliaries=message.auxiliaries,
+                uncounted=self._context.compute.layout.uncounted,
                 max_group=self._context.config.max_group,
                 num_chunks=message.num_chunks,
                 run_job=self._in_background,

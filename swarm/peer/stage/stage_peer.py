@@ -187,7 +187,7 @@ class StagePeer:
                 "failed": served.phases["failed"],
                 "recomputed": served.recomputed,
                 "busy_s": round(self.meter.busy_s, 3),
-                "parameters": context.compute.layout.num_elements,
+                "parameters": context.compute.layout.num_trained,
                 "upload_bytes_per_s": round(context.carries.upload.rate or 0),
                 "download_bytes_per_s": round(context.carries.download.rate or 0),
                 "bytes_sent": self.context.transport.carried()[0],

@@ -13,10 +13,11 @@ from swarm.stage.layout import Layout
 from swarm.stage.moments import Moments
 from swarm.stage.optimizers.adamw import AdamW, AdamW8bit
 from swarm.stage.optimizers.interface import Optimizer
+from swarm.stage.optimizers.lamb import Lamb
 from swarm.stage.optimizers.nesterov import Nesterov
 
 #: `RunConfig.optimizer` -> what updates with gradients.
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adamw8bit": AdamW8bit}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adamw8bit": AdamW8bit, "lamb": Lamb}
 
 
 def gradient_optimizer(config: RunConfig) -> type[Optimizer]:

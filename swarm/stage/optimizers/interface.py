@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import bisect
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from swarm.base.config import RunConfig
 from swarm.stage.eight_bit import num_blocks
 from swarm.stage.moments import FIRST, SECOND, Moments, OptimizerState
+from swarm.stage.optimizers.decay import undecayed
 
 
 class Optimizer(abc.ABC):
@@ -32,6 +35,20 @@ class Optimizer(abc.ABC):
     def __init__(self, config: RunConfig, moments: Moments) -> None:
         self.config = config
         self.moments = moments
+        self._undecayed = undecayed(moments.layout.trained, config.no_decay)
+
+    def decays(self, part: slice) -> Iterator[tuple[slice, bool]]:
+        """The elements of `part` in order, as parts that all decay or all do not, and which."""
+        at = part.start
+        for start, end in self._undecayed[bisect.bisect_right(self._undecayed, part.start, key=lambda pair: pair[1]) :]:
+            if start >= part.stop:
+                break
+            if at < start:
+                yield slice(at, start), True
+            at = min(end, part.stop)
+            yield slice(max(start, part.start), at), False
+        if at < part.stop:
+            yield slice(at, part.stop), True
 
     @abc.abstractmethod
     def update(

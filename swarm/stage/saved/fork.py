@@ -23,6 +23,7 @@ from swarm.stage.module import StageFactory
 from swarm.stage.moments import Moments, OptimizerState, numbers_of
 from swarm.stage.optimizers.choice import optimizer_of
 from swarm.stage.saved.checkpoint import StageCheckpoint, write_checkpoint
+from swarm.stage.state_buffers import stage_layout
 from swarm.stage.versions import StageState, make_version
 from swarm.wire.messages import Attempt, CommitRecord, StageResult
 
@@ -64,7 +65,10 @@ def fork(found: Sequence[StageCheckpoint], old: RunConfig, new: RunConfig, facto
     dtype = MASTER_DTYPES[new.precision]
     layouts, flats, states = [], [], []
     for stage in range(new.num_stages):
-        layout = Layout.of(stage_module(factory, stage, new.frozen))
+        module = stage_module(factory, stage, new.frozen)
+        layout = stage_layout(factory, module)
+        for name in layout.buffers:  # a checkpoint from before buffers were part of the state has none
+            parameters.setdefault(name, module.get_buffer(name))
         layouts.append(layout)
         flats.append(_flat(layout, parameters, "", dtype, stage))
         kept = optimizer_of(new, layout, dtype=dtype, device="cpu").moments
@@ -92,7 +96,9 @@ def _state_of(kept: Moments, moments: dict[str, torch.Tensor], stage: int, num_u
             num_updates,
         )
     numbers = numbers_of(moments)
-    return kept.of_numbers({name: _flat(kept.layout, numbers, f"{name}/", kept.dtype, stage) for name in kept.kept}, num_updates)
+    return kept.of_numbers(
+        {name: _flat(kept.layout.trained, numbers, f"{name}/", kept.dtype, stage) for name in kept.kept}, num_updates
+    )
 
 
 def _flat(layout: Layout, tensors: dict[str, torch.Tensor], prefix: str, dtype: torch.dtype, stage: int) -> torch.Tensor:

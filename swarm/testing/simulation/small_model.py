@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from swarm.base.ids import Ticket
 from swarm.peer.trainer.reports import FeedLike
 from swarm.policy.schedule import learning_rate
 from swarm.stage.module import Tensors, Tie
+from swarm.testing.simulation.reference_lamb import ReferenceLamb
 
 WIDTH = 6
 CLASSES = 4
@@ -161,8 +162,18 @@ def add_gradients(stages: Sequence[torch.nn.Module], feed: FeedLike, config: Run
     return loss_sum, tokens
 
 
+def plain_optimizer(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The slow twin of the run's optimizer, all of whose parameters decay."""
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    if config.optimizer == "lamb":
+        return ReferenceLamb(parameters, lr=config.learning_rate, betas=betas, eps=config.epsilon, weight_decay=decay)
+    return torch.optim.AdamW(
+        parameters, lr=config.learning_rate, betas=betas, eps=config.epsilon, weight_decay=decay, foreach=False
+    )
+
+
 def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Collection[int] = ()) -> PlainResult:
-    """The same training in one plain PyTorch process: torch's own AdamW and clip_grad_norm_, one whole model.
+    """The same training in one plain PyTorch process: torch's own AdamW, or LAMB, and clip_grad_norm_, one whole model.
 
     As with a GradScaler a step whose gradient is not finite is skipped, and so are the steps of `skip`.
     """
@@ -172,14 +183,7 @@ def one_process(config: RunConfig, *, feed: SmallFeed | None = None, skip: Colle
     if tied:
         stages[-1].share(stages[0])
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        foreach=False,
-    )
+    optimizer = plain_optimizer(config, parameters)
     feed = feed or SmallFeed(config)
     losses, grad_norms = [], []
     history: list[list[torch.Tensor]] = []

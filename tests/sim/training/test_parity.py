@@ -39,6 +39,18 @@ def test_same_as_one_process_in_fp64(peers, trainers, delay_steps):
         assert len(set(stage)) == 1, f"replicas differ: {stage}"
 
 
+@pytest.mark.parametrize(("precision", "distance"), [("fp64", 1e-8), ("fp32", 1e-6)])
+def test_same_as_one_process_with_lamb(precision, distance):
+    """The paper's algorithm on whole tensors, 20 steps, two peers a stage."""
+    config = small_config(total_steps=20, precision=precision, optimizer="lamb", weight_decay=0.1, learning_rate=0.01)
+    plain = one_process(config)
+    losses, parameters, replicas = run_swarm(config)
+    assert losses == pytest.approx(plain.losses, rel=distance)
+    assert float((parameters - plain.parameters).norm() / plain.parameters.norm()) < distance
+    for stage in replicas:
+        assert len(set(stage)) == 1, f"replicas differ: {stage}"
+
+
 def test_same_as_one_process_in_fp32():
     config = small_config(total_steps=6, precision="fp32")
     plain = one_process(config)

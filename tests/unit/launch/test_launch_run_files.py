@@ -11,7 +11,7 @@ import pytest
 from launch import recut
 from launch.local import parse, resolve_plan
 from launch.run.models import copy_tokenizer, vocab_size_of
-from launch.run.run_files import DataPaths, create_run, read_run_file, require_same, still_needed
+from launch.run.run_files import DataPaths, build_config, create_run, read_run_file, require_same, still_needed
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
@@ -287,3 +287,21 @@ def test_the_owner_of_a_model_says_whether_it_keeps_examples_apart(conversations
     for words, expected in (((), False), (("--packing", "true"), True), (("--packing", "false"), False)):
         config, plan = resolve("--model", "package.module:factory", "--data", str(conversations), *words)
         assert create_run(config, plan.paths).packing is expected
+
+
+def test_a_new_run_says_what_does_not_decay_and_an_old_one_goes_on_as_it_was(tmp_path: Path) -> None:
+    config, plan = resolve("--eval-samples", "4")
+    assert create_run(config, plan.paths).no_decay == ("norms", "biases")
+    config, plan = resolve("--eval-samples", "4", "--no-decay", "biases,*.embed_tokens.*")
+    assert create_run(config, plan.paths).no_decay == ("biases", "*.embed_tokens.*")
+    config, plan = resolve("--eval-samples", "4", "--no-decay", "")
+    everything = create_run(config, plan.paths)
+    assert everything.no_decay == ()
+    # As a run from before the choice wrote it: the same bytes, and so the same run.
+    kept = tmp_path / "run.json"
+    kept.write_bytes(everything.to_bytes())
+    assert b"no_decay" not in kept.read_bytes()
+    old = read_run_file(kept)
+    assert old.config_bytes == kept.read_bytes()
+    assert create_run(build_config(old, {}), plan.paths).to_bytes() == kept.read_bytes()
+    require_same(kept.read_bytes(), create_run(build_config(old, {}), plan.paths), tmp_path)

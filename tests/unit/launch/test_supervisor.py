@@ -29,6 +29,8 @@ if how == "crash":
     os.kill(os.getpid(), signal.SIGSEGV)
 if how == "fail":
     sys.exit(1)
+if how == "is refused":
+    sys.exit(2)
 if how == "end":
     sys.exit(0)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -76,6 +78,7 @@ def until_lives(directory: Path, count: int) -> None:
         (["end"], 0, [0], []),
         (["crash", "fail", "end"], 0, [0, 4001, 4002], ["was killed by SIGSEGV", "ended with code 1"]),
         (["refuse"], 2, [0], []),
+        (["is refused"], 2, [0], []),
         (["lack memory"], 137, [0], ["was killed by SIGKILL before it served, and is not started again"]),
         (["crash", "refuse", "end"], 0, [0, 4001, 4001], ["was killed by SIGSEGV", "ended with code 2"]),
     ],

@@ -172,7 +172,8 @@ def layout_of(*sizes: int) -> Layout:
 @NEEDS_CUDA
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "optimizer"), [(torch.float32, "adamw"), (torch.float64, "adamw"), (torch.float32, "adamw8bit")]
+    ("dtype", "optimizer"),
+    [(torch.float32, "adamw"), (torch.float64, "adamw"), (torch.float32, "adamw8bit"), (torch.float32, "lamb")],
 )
 def test_replicas_identical_a_gpu_ends_on_the_bits_of_a_cpu(dtype: torch.dtype, optimizer: str, offload: bool) -> None:
     config = RunConfig.model_validate({"weight_decay": 0.1, "optimizer": optimizer})

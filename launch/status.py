@@ -106,14 +106,14 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     total = first.detail.get("total_steps")
     title = f"step {_known(first.step)}{f' of {total}' if total else ''}, head {first.version_id[:12] or '-'}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight"):
+    for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight", "tickets/s", "bound by"):
         table.add_column(heading, no_wrap=True)
     known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}
     rows: dict[Address, StatusReply | str] = {Address(first.member.host, first.member.port): first}
     for address, reply in {**rows, **others}.items():
         stage = known.get(address, "-")
         if isinstance(reply, str):
-            table.add_row(stage, "", Text(str(address)), "", Text("silent", style="red"), "", "", "")
+            table.add_row(stage, "", Text(str(address)), "", Text("silent", style="red"), *5 * [""])
             continue
         table.add_row(
             stage,
@@ -124,8 +124,25 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
             _known(reply.step),
             Text(reply.version_id[:8]),
             str(reply.detail.get("in_flight", "")),
+            str(reply.detail.get("tickets_per_s", "")),
+            str(reply.detail.get("bound", "")),
         )
     return table
+
+
+def notes_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> list[str]:
+    """A line for each stage with what its peers can serve together, and one for each peer that a trainer gives no tickets."""
+    replies = {reply.member.key: reply for reply in [first, *others.values()] if not isinstance(reply, str)}
+    lines = []
+    for stage, members in enumerate(first.stages):
+        known = [replies[x.key].detail.get("tickets_per_s", 0.0) for x in members if x.key in replies]
+        rates = [float(rate) for rate in known if rate]
+        if rates:
+            lines.append(f"stage {stage}: {sum(rates):.3g} tickets/s by {len(rates)} of {len(members)} peers")
+    for reply in replies.values():
+        if reply.role == "stage" and reply.detail.get("left_out"):
+            lines.append(f"{reply.member.peer[:8]} of stage {reply.stage} gets no tickets: {reply.detail['left_out']}")
+    return lines
 
 
 def _known(step: int) -> str:
@@ -144,6 +161,8 @@ def serve(options: StatusOptions, argv: list[str], reports: Reports) -> int:
 
         out = console()
         out.print(table_of(first, others))
+        for line in notes_of(first, others):
+            out.print(Text(line))
         for key, value in sorted(first.detail.items()):
             if value != "":
                 out.print(Text(f"{key}: {value}"))

@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.process_cpu import busy_machine_s
 from benchmarks.report import machine, publish
+from benchmarks.scheduling.routing_links import links, real
 from benchmarks.timed_model import DATA, MODEL, SPEED_VARIABLE, WIDTH
 from launch.arguments import LaunchParser
 from launch.options import (
@@ -277,7 +278,14 @@ def main() -> None:
     parser.add_argument("--learn", type=float, default=6.0, help="seconds that a scheduler gets before it is measured")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each measured throughput")
     parser.add_argument("--stopped", type=float, default=24.0, help="seconds that the fastest peer is stopped")
+    parser.add_argument("--links", action="store_true", help="equal peers behind slow lines instead, see routing_links.py")
+    parser.add_argument("--real", action="store_true", help="with --links: real processes in network namespaces (needs root)")
+    parser.add_argument("--tickets", type=int, default=256, help="of a step, with --links")
+    parser.add_argument("--steps", type=int, default=4, help="with --links; the first is not measured")
     options = parser.parse_args()
+    if options.links:
+        (real if options.real else links)(options)
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no process is left behind
     facts = machine()
     with tempfile.TemporaryDirectory() as name:

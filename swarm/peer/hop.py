@@ -33,6 +33,17 @@ class HopResult:
     seconds: float
     failed: tuple[tuple[Member, str, float], ...]
 
+    @property
+    def moving_s(self) -> float:
+        """Seconds in which bytes of the request and of the answer moved."""
+        return (self.trained.hops[0].moving_s or 0.0) + self.frame.arrival_s
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds that the stages asked did not take: latency, and bytes that move."""
+        below = sum(hop.queue_s + hop.forward_s + hop.backward_s + hop.transfer_s for hop in self.trained.hops)
+        return max(0.0, self.seconds - below)
+
 
 def _living(link: Link, members: tuple[Member, ...]) -> tuple[Member, ...]:
     """Return those that are not known to be silent; all if nobody else is left, for the stage before them may reach them."""

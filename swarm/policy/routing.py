@@ -62,7 +62,7 @@ class Router(Protocol):
         """
 
     def observe(self, key: MemberKey, seconds: float, num_samples: int, *, reserved: MemberKey | None = None) -> None:
-        """Hear that `key` served so many samples in `seconds` of queue and compute; `reserved` was expected to."""
+        """Hear that so many samples occupied `key`, its compute or its line, for `seconds`; `reserved` was expected to serve."""
 
     def failed(self, key: MemberKey, *, now: float, waited_s: float = 0.0, num_samples: int = 1) -> None:
         """Hear that a peer was silent, unreachable or broken."""
@@ -112,6 +112,15 @@ class StageRouter:
                 peer.assigned_work_s = max(peer.assigned_work_s, lowest)
             self._rebuild()
 
+    def _excuse(self, without: Container[MemberKey], order: list[MemberKey]) -> None:
+        """Who is left out now is not given later all that it missed."""
+        lowest = self._peers[order[0]].assigned_work_s if order else 0.0
+        behind = [p for p in self._peers.values() if p.assigned_work_s < lowest and p.key in without]
+        for peer in behind:
+            peer.assigned_work_s = lowest
+        if behind:
+            self._rebuild()
+
     def _rebuild(self) -> None:
         self._heap = [self._entry(peer) for peer in self._peers.values()]
         heapq.heapify(self._heap)
@@ -149,6 +158,7 @@ class StageRouter:
         self._end_bans(now)
         order = [entry[-1] for entry in heapq.nsmallest(len(self._heap), self._heap)]
         order = [key for key in order if self._peers[key].banned_until <= now and key not in without]
+        self._excuse(without, order)
         if first in order:
             order.remove(first)
             order.insert(0, first)
@@ -161,7 +171,7 @@ class StageRouter:
         return order
 
     def observe(self, key: MemberKey, seconds: float, num_samples: int, *, reserved: MemberKey | None = None) -> None:
-        """`key` served a micro-batch in `seconds` of queue and compute; `reserved` is who was charged for it."""
+        """A micro-batch occupied `key` for `seconds`; `reserved` is who was charged for it."""
         peer = self._peers.get(key)
         if peer is None:
             return

@@ -16,6 +16,8 @@ from swarm.base.ids import MemberKey
 
 #: Bytes/s that a link is expected to carry if nobody has measured it: 100 Mb/s.
 ASSUMED_BANDWIDTH = 12.5e6
+#: No ticket is counted to occupy a peer for less, in seconds.
+LEAST_S = 1e-6
 #: What a peer holds beside its state and, for a moment, the next one, in units of its masters: gradient sums, averages and
 #: copies that compute; see `stage/memory_plan.py`, which counts exactly before a stage is built.
 _HELD_BESIDE = 4.5
@@ -71,6 +73,14 @@ class Rate(NamedTuple):
     bound: Literal["compute", "network"]
 
 
+def rate_of(compute_s: float, line_s: float) -> Rate:
+    """The rate of a peer that a ticket occupies so long: its compute, and the busier direction of its line.
+
+    Transfers overlap with compute of other tickets, so the longer of the two bounds the rate.
+    """
+    return Rate(1.0 / max(compute_s, line_s, LEAST_S), "network" if line_s > compute_s else "compute")
+
+
 class Swarm:
     """One snapshot: what the stages ask for, and who serves them."""
 
@@ -91,10 +101,9 @@ class Swarm:
         return statistics.median(worker.seconds.values()) if worker.seconds else self.typical_s
 
     def rate(self, worker: Worker, stage: int) -> Rate:
-        """Transfers overlap with compute, so the slower of the two bounds the rate."""
-        compute_s, work = self.seconds(worker, stage), self.stages[stage]
-        network_s = work.ticket_bytes / worker.bandwidth if worker.bandwidth else 0.0
-        return Rate(1.0 / max(compute_s, network_s), "network" if network_s > compute_s else "compute")
+        """Tickets per second of a peer at `stage`, by what is known of its compute and of its line."""
+        line_s = self.stages[stage].ticket_bytes / worker.bandwidth if worker.bandwidth else 0.0
+        return rate_of(self.seconds(worker, stage), line_s)
 
     def transfer_s(self, worker: Worker, stage: int) -> float:
         """The download of the state of `stage`."""

@@ -14,7 +14,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarm.base.errors import ConfigError, LinkBroken, RemoteProtocolError, Unreachable
@@ -36,6 +36,8 @@ class _Exchange:
     progress_timeout: ProgressTimeout
     progress: Progress
     counter: int = 0
+    #: Seconds that the reply took to arrive.
+    arrival_s: float = 0.0
     tasks: dict[asyncio.Task[None], None] = field(default_factory=dict)
 
     def transfer(self, is_open: bool) -> None:
@@ -185,16 +187,21 @@ class MemoryNetwork(SimulatedLinks):
     async def _deliver(self, exchange: _Exchange, data: bytes) -> None:
         source, target = exchange.caller.address, exchange.server.address
         await self.carry(source, target)
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
         await self._transfer(source, target, len(data), exchange)
+        arrival_s = loop.time() - came_at
         await self.awake(target)
-        reply = await exchange.server.serve(exchange, data)
+        reply = await exchange.server.serve(exchange, data, arrival_s)
         await self.awake(target)
         if self._draw_fault("drop_reply", self.drop_reply):
             if self._rng.random() < 0.5:
                 await self._tell(exchange, lambda: exchange.fail(LinkBroken(f"{target}: connection reset")))
             return
         await self.carry(target, source)
+        came_at = loop.time()
         await self._transfer(target, source, len(reply), exchange)
+        exchange.arrival_s = loop.time() - came_at
         if not exchange.result.done():
             exchange.result.set_result(reply)
 
@@ -316,19 +323,19 @@ class MemoryTransport(Transport):
             await cancel(exchange.result)
             self._network.hang_up(exchange)
         await self._network.awake(self._address)
-        return decode(reply, max_body_bytes=self._bounds.max_body_bytes)
+        return replace(decode(reply, max_body_bytes=self._bounds.max_body_bytes), arrival_s=exchange.arrival_s)
 
     def carried(self) -> tuple[int, int]:
         """Bytes that it sent and received."""
         return self.num_sent, self.num_received
 
-    async def serve(self, exchange: _Exchange, data: bytes) -> bytes:
-        """Answer one request that arrived, with heartbeats to its caller until then."""
+    async def serve(self, exchange: _Exchange, data: bytes, arrival_s: float) -> bytes:
+        """Answer one request, which took so long to arrive, with heartbeats to its caller until then."""
         refusal = self._admission.admit(len(data))
         if refusal is not None:
             return encode(Frame(refusal))
         try:
-            request = decode(data, max_body_bytes=self._admission.max_body_bytes)
+            request = replace(decode(data, max_body_bytes=self._admission.max_body_bytes), arrival_s=arrival_s)
             progress = Progress(exchange.caller.address.host)
             assert self._handler is not None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 from pydantic import ValidationError
@@ -32,6 +32,8 @@ class Frame:
 
     message: Any  # one of wire.messages.AnyMessage
     buffers: tuple[Buffer, ...] = ()
+    #: Seconds from the first byte's arrival to the last one's; 0 of a frame that was made here. Latency is no part of it.
+    arrival_s: float = field(default=0.0, compare=False)
 
     @property
     def body_bytes(self) -> int:

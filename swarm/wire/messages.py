@@ -316,8 +316,11 @@ class Hop(Piece):
     queue_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    #: From the request to the next stage until its answer was there, without what the stages from there on took.
     transfer_s: float = 0.0
     num_bytes: Annotated[int, Field(ge=0)] = 0
+    #: On the way from the stage before and back: seconds in which bytes moved. The rest of that way's time is latency.
+    moving_s: Annotated[float, Field(ge=0)] | None = None
     recomputed: bool = False
     #: Candidates of this stage that failed before this peer, with the reason.
     failed: Annotated[tuple[tuple[PeerIdField, TextField], ...], FailFast(), Field(max_length=64)] = ()
@@ -454,6 +457,19 @@ class Trained(Message):
     loss_sum: float
     tokens: Annotated[int, Field(ge=0)]
     overflow: bool = False
+
+
+class SeenLine(Message):
+    """A trainer tells a stage peer what tickets showed of its line, and why it got none of the newest step: answered by `Ack`."""
+
+    kind: Literal["seen_line"] = "seen_line"
+    run: RunIdField
+    stage: StageField
+    trainer: PeerIdField
+    #: In the busier direction; 0: not known.
+    bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    #: Empty if it gets tickets.
+    reason: TextField = ""
 
 
 # ------------------------------------------------------------------------------------------------ claims and step
@@ -926,6 +942,7 @@ AnyMessage = Annotated[
         StatusReply,
         Train,
         Trained,
+        SeenLine,
         Claim,
         Claimed,
         Revoke,
@@ -973,6 +990,7 @@ REQUEST_KINDS = frozenset(
         "hello",
         "status",
         "train",
+        "seen_line",
         "claim",
         "revoke",
         "gather",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import aiohttp
 
@@ -102,7 +103,8 @@ class FrameReader:
         counts = size > MAX_HEARTBEAT_BYTES
         if counts:
             self._progress_timeout.open(self._loop.time())
-        frame = await self._rest(prefix, counts)
+        began = self._loop.time()
+        frame = replace(await self._rest(prefix, counts), arrival_s=self._loop.time() - began)
         if whole is not None or counts:
             self._progress_timeout.shut(self._loop.time())
         return frame

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
+from swarm.net.transport import Progress
 from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.stage_context import StageContext
+from swarm.policy.throughput import rate_of
 from swarm.stage.versions import state_bytes
 from swarm.wire import messages as m
+from swarm.wire.framing import Frame
+
+logger = logging.getLogger(__name__)
+
+#: Trainers whose notes are kept.
+MAX_TRAINERS = 64
 
 
 class LoadMeter:
@@ -38,6 +47,41 @@ class LoadMeter:
         self.busy_s = 0.0
         self._queue_s = 0.0
         self._num_bytes = 0
+        #: What each trainer has seen of this peer's line, the newest last.
+        self._seen: dict[str, m.SeenLine] = {}
+        context.link.register(m.SeenLine, self._on_seen_line)
+
+    async def _on_seen_line(self, message: m.SeenLine, frame: Frame, progress: Progress) -> m.Ack:
+        self._context.require_stage(message.stage)
+        before = self._seen.pop(message.trainer, None)
+        self._seen[message.trainer] = message
+        if len(self._seen) > MAX_TRAINERS:
+            del self._seen[next(iter(self._seen))]
+        who, line = message.trainer[:8], f"its line seems to carry {message.bytes_per_s:.3g} bytes/s"
+        if message.reason:
+            logger.warning("trainer %s gives this peer no tickets: %s; %s", who, message.reason, line)
+        elif before is not None and before.reason:
+            logger.info("trainer %s gives this peer tickets again; %s", who, line)
+        return m.Ack()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What this peer's line carries in the slower direction: as tickets showed it, else as averages did; 0: not known."""
+        seen = [message.bytes_per_s for message in self._seen.values() if message.bytes_per_s]
+        if seen:  # several trainers share the line: who sees most met fewest tickets of others
+            return max(seen)
+        carries = self._context.carries
+        return min((meter.rate for meter in (carries.upload, carries.download) if meter.rate), default=0.0)
+
+    def told(self) -> dict[str, str | float]:
+        """Return what an operator is told: tickets per second that this peer can serve, why so many, and who gives it none."""
+        line = {"line_bytes_per_s": round(self.bytes_per_s)}
+        reasons = "; ".join(f"trainer {x.trainer[:8]}: {x.reason}" for x in self._seen.values() if x.reason)
+        if not self._num_tickets:
+            return {**line, "left_out": reasons[:1000]}
+        line_s = self._num_bytes / self._num_tickets / self.bytes_per_s if self.bytes_per_s else 0.0
+        rate = rate_of(self.busy_s / self._num_tickets, line_s)
+        return {**line, "tickets_per_s": round(rate.tickets_per_s, 3), "bound": rate.bound, "left_out": reasons[:1000]}
 
     def ticket(self, *, busy_s: float, queue_s: float, num_bytes: int) -> None:
         """Count a micro-batch: seconds of compute and of waiting for it, bytes in the link's busier direction."""
@@ -48,8 +92,6 @@ class LoadMeter:
 
     def report(self) -> m.Load:
         """Return what this peer has done at its stage so far."""
-        carries = self._context.carries
-        measured = [meter.rate for meter in (carries.upload, carries.download) if meter.rate]
         return m.Load(
             member=self._context.me,
             elapsed_s=asyncio.get_running_loop().time() - self._began,
@@ -57,7 +99,7 @@ class LoadMeter:
             busy_s=self.busy_s,
             queue_s=self._queue_s,
             num_bytes=self._num_bytes,
-            bandwidth=min(measured, default=0.0),
+            bandwidth=self.bytes_per_s,
             state_bytes=state_bytes(self._committed.versions.state()),
             room_bytes=-1 if self._free_bytes is None else max(0, self._free_bytes()),
             flops_per_s=self._flops_per_s,

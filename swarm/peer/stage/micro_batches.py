@@ -259,6 +259,7 @@ class MicroBatchServer:
             backward_s=work.backward_s,
             transfer_s=work.transfer_s,
             num_bytes=work.num_bytes,
+            moving_s=work.frame.arrival_s,
             recomputed=activation.recomputed,
             norms=m.Norms(**finite(told.values)) if told.values else None,
             computed_on=kind_of(self._compute.device) if message.with_norms else None,
@@ -347,8 +348,7 @@ class MicroBatchServer:
             stage=message.stage + 1,
             progress=progress,
         )
-        below = sum(hop.queue_s + hop.forward_s + hop.backward_s + hop.transfer_s for hop in result.trained.hops)
-        work.transfer_s = max(0.0, result.seconds - below)
+        work.transfer_s = result.transfer_s
         work.num_bytes = sum(spec.num_bytes for spec in tensors) + result.frame.body_bytes
         return result
 
@@ -360,7 +360,7 @@ class MicroBatchServer:
             failed = tuple((member.peer, reason) for member, reason, _ in below.failed)
             stalled = tuple(member.peer for member, _, waited_s in below.failed if waited_s)
             first, *rest = below.trained.hops
-            hops = (hop, first.model_copy(update={"failed": failed, "stalled": stalled}), *rest)
+            hops = (hop, first.model_copy(update={"failed": failed, "stalled": stalled, "moving_s": below.moving_s}), *rest)
             overflow = overflow or below.trained.overflow
         reply = m.Trained(hops=hops, loss_sum=loss_sum, tokens=tokens, overflow=overflow, tensors=tuple(s for s, _ in payload))
         return Frame(reply, tuple(b for _, b in payload))

@@ -197,6 +197,7 @@ class StagePeer:
                 "state_bytes_sent": self.bytes_moved.state_sent,
                 "state_bytes_received": self.bytes_moved.state_received,
                 "state_digest": committed.state_digest[:16],
+                **self.meter.told(),
                 **member.at_work.told(),
                 **self._device.memory_peaks(),
             },

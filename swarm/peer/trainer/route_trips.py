@@ -61,8 +61,7 @@ class RouteTrips:
         Raises:
             RemoteError: nobody could take it; of stage 0 the wiring knows who failed.
         """
-        route, result = await self._one("train", ticket, version_id, tensors, buffers, served_by, avoid, with_norms or None)
-        self.wiring.observe(route, result.trained.hops, _num_samples(tensors))
+        result = await self._one("train", ticket, version_id, tensors, buffers, served_by, avoid, with_norms or None)
         self._round_trips.add(result.seconds, result.trained.hops)
         return result.trained, len(result.failed) + sum(len(hop.failed) for hop in result.trained.hops)
 
@@ -72,7 +71,7 @@ class RouteTrips:
         Raises:
             RemoteError: as `train`.
         """
-        _, result = await self._one("eval", ticket, version_id, tensors, buffers, {}, frozenset())
+        result = await self._one("eval", ticket, version_id, tensors, buffers, {}, frozenset())
         return result.trained
 
     async def _one(
@@ -85,13 +84,30 @@ class RouteTrips:
         served_by: dict[int, str],
         avoid: frozenset[str],
         with_norms: bool | None = None,
-    ) -> tuple[m.Route, HopResult]:
+    ) -> HopResult:
+        await self.wiring.wait_for_candidates()
+        num_samples, now, is_timed = _num_samples(tensors), asyncio.get_running_loop().time(), mode == "train"
+        chosen = self.wiring.choose(ticket, num_samples, now=now, served_by=served_by, avoid=avoid, is_timed=is_timed)
+        if isinstance(chosen, int):
+            raise RemoteError(f"stage {chosen} has no peer that may be tried now")
+        try:
+            return await self._along(chosen.route, mode, ticket, version_id, tensors, buffers, served_by, with_norms)
+        finally:
+            self.wiring.ended(chosen)
+
+    async def _along(
+        self,
+        route: m.Route,
+        mode: Literal["train", "eval"],
+        ticket: Ticket,
+        version_id: str,
+        tensors: Specs,
+        buffers: Sequence[Buffer],
+        served_by: dict[int, str],
+        with_norms: bool | None,
+    ) -> HopResult:
         loop = asyncio.get_running_loop()
         context, num_samples = self._link.context, _num_samples(tensors)
-        await self.wiring.wait_for_candidates()
-        route = self.wiring.route(num_samples, now=loop.time(), served_by=served_by, avoid=avoid)
-        if isinstance(route, int):
-            raise RemoteError(f"stage {route} has no peer that may be tried now")
         served_by.update({stage: candidates[0].peer for stage, candidates in enumerate(route)})
 
         def request(remaining: m.Route) -> m.Train:
@@ -137,7 +153,10 @@ class RouteTrips:
                 failed(hop.stage, peer, context.config.timing.stall_s if peer in hop.stalled else 0.0)
                 for member in [x for x in route[hop.stage] if x.peer == peer]:
                     self._link.presence.suspect(member, "the stage before could not use it")
-        return route, result
+        if mode == "train":
+            num_bytes = sum(spec.num_bytes for spec in tensors) + result.frame.body_bytes
+            self.wiring.observe(route, result, num_samples, num_bytes=num_bytes, now=loop.time())
+        return result
 
 
 def _num_samples(tensors: Specs) -> int:

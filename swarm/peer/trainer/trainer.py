@@ -21,6 +21,7 @@ from swarm.peer.coordinator.rebalancing import Planner
 from swarm.peer.link import Link, Refuse, RefusedBy, Tasks
 from swarm.peer.run_info import RunInfoServer
 from swarm.peer.trainer.evaluation import Evaluator
+from swarm.peer.trainer.peer_notes import PeerNotes
 from swarm.peer.trainer.reports import Evaluation, FeedLike, StepReport, StepsFailed, TicketReport
 from swarm.peer.trainer.retries import TicketRetries
 from swarm.peer.trainer.route_trips import RouteTrips
@@ -72,9 +73,9 @@ class Trainer:
         self.link = Link(context)
         self.election = Election(self.link, self._tasks, rank=1, plan=plan)
         RunInfoServer(self.link, record=lambda: self.record, status=self._status, coordinator=lambda: self.election.known)
-        ban_s = self.config.timing.record_ttl_s
-        wiring = Wiring(self.config.num_stages, context.rng, self.link.presence, max_ban_s=ban_s, router=router)
+        wiring = Wiring(self.config, context.rng, self.link.presence, router)
         self._route_trips = RouteTrips(self.link, wiring)
+        self._peer_notes = PeerNotes(self.link, self._tasks, wiring)
         self.retries = TicketRetries(context, feed, self._route_trips, lambda: self.record, on_ticket)
         self._evaluator = Evaluator(self.link, self._route_trips, feed)
         highest = self.config.tickets_per_step * (1 + self.config.delay_steps)
@@ -169,6 +170,8 @@ class Trainer:
             "in_flight": len(self._running),
             "in_flight_limit": self.limit,
             "retries": self.retries.num_retries,
+            "tickets_per_s": round(self._route_trips.wiring.occupancy.tickets_per_s() or 0.0, 3),
+            "left_out": "; ".join(f"{who}: {why}" for who, why in self._peer_notes.left_out.items())[:1000],
             "waiting_for": (self.election.waiting_for or self.waiting_for)[:200],
             "coordinator": coordinator is not None,
             "total_steps": self.context.config.total_steps,
@@ -188,8 +191,8 @@ class Trainer:
 
     @property
     def limit(self) -> int:
-        """Micro-batches that may be in flight at once."""
-        return self._fixed or self._control.limit
+        """Micro-batches that may be in flight at once: what keeps the stages busy, and those on long trips beside it."""
+        return self._fixed or self._control.limit + self._route_trips.wiring.num_long
 
     async def _lease(self, *, want: int = 0, leaving: bool = False) -> m.Leased:
         coordinator = self.election.known
@@ -324,7 +327,7 @@ class Trainer:
     def _begin_after(self, records: list[m.CommitRecord]) -> None:
         """Report what had committed before this trainer came as history, and the newest as what the run goes on from."""
         self.record = newest = records[-1]
-        self._route_trips.wiring.set_record(newest)
+        self._peer_notes.set_record(newest)
         self._first_step = newest.step + 1
         self._last_commit_at = asyncio.get_running_loop().time()
         for record in records:
@@ -341,7 +344,7 @@ class Trainer:
             if not record.newer_than(known):
                 continue
             self.record = record
-            self._route_trips.wiring.set_record(record)
+            self._peer_notes.set_record(record)
             if record.relists(known):
                 continue
             set_back = known is not None and (record.era > known.era or record.step <= known.step)
@@ -385,7 +388,7 @@ class Trainer:
             self._done[ticket] = accumulated
             self._ticket_s = _averaged(self._ticket_s, loop.time() - began)
             if self._fixed is None:
-                self._control.completed(loop.time(), in_flight=len(self._running))
+                self._control.completed(loop.time(), in_flight=len(self._running) - self._route_trips.wiring.num_long)
         finally:
             self._running.pop(ticket, None)
             self.retries.forget(ticket)

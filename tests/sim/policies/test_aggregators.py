@@ -99,7 +99,7 @@ class Swarm:
 
 #: Of the loop. At others, 0 among them, the first measurements may say that an auxiliary is of little use: it then helps with
 #: the first steps only, as the policy has it, and what these tests break does not come.
-HELPED = 1
+HELPED = 4
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], *, seed: int = 0) -> None:

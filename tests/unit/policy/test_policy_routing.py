@@ -215,3 +215,13 @@ def test_what_fails_at_once_is_one_failure() -> None:
     assert [stage.candidates(1, now=now) for now in (5.9, 6.0)] == [[], [A]]
     stage.failed(A, now=6.0)
     assert [stage.candidates(1, now=now) for now in (7.9, 8.0)] == [[], [A]], "the next attempt failed, too"
+
+
+def test_who_was_left_out_is_not_given_all_that_it_missed() -> None:
+    stage = router(A, B)
+    for key in (A, B):
+        stage.observe(key, 1.0, 1)
+    for _ in range(50):
+        assert stage.candidates(1, now=0.0, without={B})[0] == A
+    served = Counter(serve(stage, {A: 1.0, B: 1.0}, 20))
+    assert served[A] >= 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from launch.run.metrics import MetricsFile
 from launch.run.models import vocab_size_of
 from launch.run.step_lines import goes_on_text, step_text
 from launch.run.ticket_files import TicketFiles
+from launch.run.token_cache import token_cache
 
 if TYPE_CHECKING:
     from swarm.peer.trainer.reports import Evaluation, StepReport
@@ -114,7 +116,15 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
             announcer.line(f"waiting for {reason}", waiting_for=reason)
             reports.send("waiting", reason=reason[:500])
 
-        feed = open_feed(context.config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=vocab_size_of(context.config))
+        feed = await asyncio.to_thread(  # it may read for minutes, or wait for a process that does
+            open_feed,
+            context.config,
+            paths.data,
+            paths.eval_data,
+            paths.tokenizer,
+            vocab_size=vocab_size_of(context.config),
+            cache=token_cache(),
+        )
         tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
         trainer = Trainer(
             context,

@@ -50,6 +50,11 @@ class TokenWindows:
     def __len__(self) -> int:
         return max(0, (len(self._tokens_N) - 1) // self._length)
 
+    @property
+    def num_tokens(self) -> int:
+        """Labels of all windows."""
+        return len(self) * self._length
+
     def take(self, indices: np.ndarray) -> Batch:
         """The windows with these indices, as arrays of shape [len(indices), T]."""
         window_BT = indices[:, None] * self._length + np.arange(self._length + 1)

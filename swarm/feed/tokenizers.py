@@ -240,8 +240,8 @@ class DirectoryTokenizer:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             self._set_clock(template)
-            [text], [spans] = render_jinja_template(
-                [list(messages)],
+            rendered: Any = render_jinja_template(
+                [[dict(message) for message in messages]],
                 tools=tools or None,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -249,6 +249,7 @@ class DirectoryTokenizer:
             )
         except Exception as error:  # as above
             raise ConfigError(f"the chat template refuses it: {_first_line(error)}") from None
+        [text], [spans] = rendered
         return MarkedChat(text, [(begin, end) for begin, end in spans if begin < end])
 
     def _set_clock(self, template: str) -> None:

@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 from swarm.base.errors import ConfigError
 
 _DECODER = json.JSONDecoder()
+#: Arrays of objects that are a column of one row.
+_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools")
 _SPACE = " \t\r\n"
-#: An error this near to the end of what is there may be cured by more text: literals and escapes are shorter.
+#: An error this near to the end of what is there may be cured by more text, and a number so near may go on.
 _NEAR_END = 16
 
 
@@ -24,10 +26,10 @@ def is_lines(first: str) -> bool:
 
 
 def array_entries(first: str, rest: Iterator[str], where: str) -> Iterator[tuple[Any, str]]:
-    """The entries of an array, or of the one array of objects in an object, each with its text.
+    """The entries of an array, or of the one array of objects in an object, or an object alone, each with its text.
 
     Raises:
-        ConfigError: it is not JSON, or no array of objects, or an object with none or several.
+        ConfigError: it is not JSON, or neither an array nor an object, or an object with several such arrays.
     """
     text = _Text(first, rest, where)
     begin = text.next_character()
@@ -38,7 +40,7 @@ def array_entries(first: str, rest: Iterator[str], where: str) -> Iterator[tuple
     elif begin == "{":
         yield from _entries_inside(text, where)
     else:
-        raise ConfigError(f"{where}: is neither a JSON array nor an object with one")
+        raise ConfigError(f"{where}: is neither a JSON array nor an object")
     if text.next_character():
         raise ConfigError(f"{where}: goes on after its JSON; one object a line has the suffix .jsonl")
 
@@ -55,19 +57,20 @@ def _entries(text: _Text) -> Iterator[tuple[Any, str]]:
 
 
 def _entries_inside(text: _Text, where: str) -> Iterator[tuple[Any, str]]:
-    """Those of the array in an object; other arrays may hold anything but objects."""
+    """Those of the array in an object; other arrays may hold anything but objects. Without one the object itself is a row."""
     found: list[str] = []
+    alone: dict[str, tuple[Any, str]] = {}
     text.skip("{")
     while text.next_character() != "}":
-        name, _ = text.value()
+        name = str(text.value()[0])
         text.skip(":")
-        if text.next_character() != "[":
-            text.value()
+        if text.next_character() != "[" or name in _COLUMNS:
+            alone[name] = text.value()
         else:
             for entry in _entries(text):
                 if isinstance(entry[0], dict):
                     if name not in found:
-                        found.append(str(name))
+                        found.append(name)
                     if len(found) > 1:
                         raise ConfigError(f"{where}: several arrays hold objects ({', '.join(found)}); keep one of them")
                     yield entry
@@ -77,7 +80,7 @@ def _entries_inside(text: _Text, where: str) -> Iterator[tuple[Any, str]]:
             text.fail()
     text.skip("}")
     if not found:
-        raise ConfigError(f"{where}: the object holds no array of objects; rows are an array, or one object a line (.jsonl)")
+        yield {name: value for name, (value, _) in alone.items()}, " ".join(told for _, told in alone.values())
 
 
 class _Text:
@@ -123,11 +126,11 @@ class _Text:
             except json.JSONDecodeError as error:
                 may_go_on = error.pos >= len(self._here) - _NEAR_END or error.msg.startswith("Unterminated string")
                 if not may_go_on or not self._more(len(self._here) - self._at):
-                    self.fail(error.pos if not may_go_on else self._at)
+                    self.fail(error.pos)
             except RecursionError:
                 self.fail(self._at)
             else:
-                if end == len(self._here) and self._here[end - 1] not in '}]"' and self._more():
+                if len(self._here) - end < _NEAR_END and self._here[end - 1] not in '}]"' and self._more():
                     continue  # a number may go on
                 text = self._here[self._at : end]
                 self._at = end
@@ -142,7 +145,9 @@ class _Text:
         chunks: list[str] = []
         while sum(map(len, chunks)) <= wanted and (chunk := next((c for c in self._rest if c), "")):
             chunks.append(chunk)
+        if not chunks:
+            return False
         self._gone += self._at
         self._here = self._here[self._at :] + "".join(chunks)
         self._at = 0
-        return bool(chunks)
+        return True

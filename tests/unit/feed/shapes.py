@@ -97,6 +97,10 @@ def _hub_directory(root: Path) -> Path:
     return root / "set"
 
 
+def _many_files(root: Path) -> Path:
+    return [_put(root / "set" / f"{number}.json", json.dumps(row).encode()) for number, row in enumerate(CHATS)][0].parent
+
+
 def _split_directory(root: Path) -> Path:
     _put(root / "set" / "train" / "part-1.jsonl", _lines(CHATS[:1]))
     _put(root / "set" / "train" / "part-2.jsonl", _lines(CHATS[1:]))
@@ -220,6 +224,7 @@ SHAPES = (
         CHATS,
         _CHATS,
     ),
+    Shape("messages, one conversation a file", _many_files, CHATS, _CHATS),
     Shape("messages, gzip", _bytes("chat.jsonl.gz", gzip.compress(_lines(CHATS))), CHATS, _CHATS),
     Shape("messages, zstd", _zst("chat.json.zst", json.dumps(CHATS).encode()), CHATS, _CHATS),
     Shape("messages, parquet", _parquet("chat.parquet", [{**row, "tools": None} for row in CHATS]), CHATS, _CHATS),

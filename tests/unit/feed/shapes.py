@@ -98,7 +98,9 @@ def _hub_directory(root: Path) -> Path:
 
 
 def _many_files(root: Path) -> Path:
-    return [_put(root / "set" / f"{number}.json", json.dumps(row).encode()) for number, row in enumerate(CHATS)][0].parent
+    for number, row in enumerate(CHATS):
+        _put(root / "set" / f"{number}.json", json.dumps(row).encode())
+    return root / "set"
 
 
 def _split_directory(root: Path) -> Path:

@@ -133,7 +133,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Where this machine has the run's data: a path, or the dotted path of a factory."""
+    """Where this machine has the run's data: a path, a pattern, a data set on the hub, or the dotted path of a factory."""
 
     data: str | None
     eval_data: str | None

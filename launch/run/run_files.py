@@ -44,7 +44,7 @@ DIGEST_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataPaths:
-    """Where this machine finds the run's data (a path, or a factory's dotted path); `None` is the built-in one.
+    """Where this machine finds the run's data (whatever `--data` takes); `None` is the built-in one.
 
     `model` is a directory or hub id whose weights the run begins with.
     """
@@ -129,7 +129,7 @@ def read_run_file(path: Path) -> RunFile:
 
 
 def _data_path(run_file: Path, key: str, value: Any) -> str:
-    """A path of a run file, relative to the file's own directory; a dotted path stays as it is."""
+    """A path or pattern of a run file, relative to the file's own directory; other sources stay as they are."""
     if not isinstance(value, str):
         raise ConfigError(f"{run_file}: {key}: a path is a string")
     if is_dotted(value) or value.startswith(HUB_PREFIX):

@@ -101,7 +101,7 @@ def test_what_describes_data_or_is_hidden_is_none(tmp_path: Path, caplog: pytest
         ("trainer.json", None),
         ("contest.json", None),
         ("latest.jsonl", None),
-        ("how-to-test.md", None),
+        ("how-to-test.text", None),
         ("train.txt", "train"),
         ("test/chapter.txt", "test"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -206,7 +207,7 @@ class DirectoryTokenizer:
         found = self._tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False, **_NO_MASKS)
         located = []
         for ids, offsets in zip(found["input_ids"], found["offset_mapping"], strict=True):
-            spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+            spans = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
             located.append(LocatedTokens(np.array(ids, dtype=self.dtype), spans[:, 0], spans[:, 1]))
         return located
 

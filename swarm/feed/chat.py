@@ -1,9 +1,9 @@
 """Conversations and instructions -> tokens, and which of them are trained. Owns the masking; must not know files.
 
 `messages` go through the tokenizer's chat template, and what the assistant says (its end-of-turn mark included) is
-trained. `prompt` and `completion` are either such lists of messages, or plain strings that are simply joined, with the
-tokenizer's own first and last tokens around them. Prompts are read and never trained; a token that holds characters of
-both a prompt and what follows it is trained.
+trained; a template that marks it itself (`{% generation %}`) is taken at its word. `prompt` and `completion` are either
+such lists of messages, or plain strings that are simply joined, with the tokenizer's own first and last tokens around
+them. Prompts are read and never trained; a token that holds characters of both a prompt and what follows it is trained.
 
 An answer is trained in the words that the model would have to find: what the template writes for a conversation that
 ends with it, after what it writes to ask for it. Most templates write a conversation so that all its answers stand in one
@@ -203,7 +203,7 @@ class ChatReader:
         texts = _Texts(self._tokenizer, self._dialect.of(conversation.messages), conversation.tools)
         end = max(conversation.trained, default=-1) + 1
         self._look_for_unread(texts, end)
-        if (marked := self._marked(conversation, texts)) is not None:
+        if (marked := self._marked(conversation, texts, end)) is not None:
             return marked
         found = [texts.answer(turn) if self._says_something(texts.messages[turn]) else None for turn in conversation.trained]
         waiting = [answer for answer in found if answer is not None]
@@ -218,12 +218,12 @@ class ChatReader:
         self.tally.alone += max(0, len(drafts) - 1)
         return drafts
 
-    def _marked(self, conversation: Conversation, texts: _Texts) -> list[Draft] | None:
+    def _marked(self, conversation: Conversation, texts: _Texts, end: int) -> list[Draft] | None:
         """What the template's own marks say; None where it has none, or they do not say which answer each one is."""
-        found = texts.with_marks()
+        found = texts.with_marks(end)
         if found is None:
             return None
-        turns = [turn for turn, message in enumerate(texts.messages) if message["role"] == TRAINED_ROLE]
+        turns = [turn for turn, message in enumerate(texts.messages[:end]) if message["role"] == TRAINED_ROLE]
         spans = found.answers
         if len(spans) == len(turns):
             spans = [span for turn, span in zip(turns, spans, strict=True) if turn in conversation.trained]
@@ -296,9 +296,9 @@ class _Texts:
             return None
         return _Answer(turn, prompt + text[begin:], len(prompt))
 
-    def with_marks(self) -> MarkedChat | None:
-        """The whole conversation with the template's own marks of answers, if it has any."""
-        return self._tokenizer.chat_with_marks(self.messages, tools=self._tools)
+    def with_marks(self, end: int) -> MarkedChat | None:
+        """The conversation before the turn `end` with the template's own marks of answers, if it has any."""
+        return self._tokenizer.chat_with_marks(self.messages[:end], tools=self._tools) if end else None
 
     def end_of_words(self, answer: _Answer) -> int:
         """Where in its text an answer has said all it says; what follows merely closes it."""

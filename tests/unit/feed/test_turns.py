@@ -148,6 +148,25 @@ def test_a_first_turn_of_the_assistant_is_trained_without_its_header(tokenizer: 
     assert trained({"messages": [SAY, ASK, SAY]}, tokenizer) == ["two<|end|>two<|end|>"]
 
 
+def test_what_a_template_marks_itself_is_trained(tmp_path: Path) -> None:
+    """Here the end of a turn is not, and an answer that is cut out of earlier turns needs no example of its own."""
+    marked = TEMPLATE.replace(
+        "{{ message.content }}<|end|>",
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}<|end|>"
+        "{% elif message.content == 'fail' %}{{ raise_exception('no') }}{% else %}{{ message.content }}<|end|>{% endif %}",
+    )
+    write_chat_tokenizer(tmp_path, template=marked)
+    tokenizer = DirectoryTokenizer(str(tmp_path))
+    reader = ChatReader(tokenizer)
+    four = {"role": "assistant", "content": "four"}
+    assert trained({"messages": [ASK, SAY, ASK, four]}, tokenizer, reader) == ["twofour"]
+    assert trained({"messages": [ASK, {**SAY, "weight": 0}, ASK, four]}, tokenizer, reader) == ["four"]
+    assert trained({"prompt": [ASK, SAY, ASK], "completion": [four]}, tokenizer, reader) == ["four"]
+    assert trained({"messages": [ASK, SAY, {**ASK, "content": "fail"}]}, tokenizer, reader) == ["two"], "nothing after it is read"
+    assert trained({"messages": [ASK, {**SAY, "weight": 0}]}, tokenizer, reader) == []
+    assert (reader.tally.answers, reader.tally.marked, reader.tally.empty) == (5, 2, 1)
+
+
 # ------------------------------------------------------------------------------------------------ sources
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from swarm.feed.mapped import let_go
+
 
 @dataclass(frozen=True)
 class Example:
@@ -53,6 +55,11 @@ class Examples:
     def __getitem__(self, index: int) -> Example:
         begin, end = int(self.starts[index]), int(self.starts[index + 1])
         return Example(self.tokens_N[begin:end], self.trained_N[begin:end])
+
+    def let_go(self) -> None:
+        """Give back the memory that reading them took, where they are a file's."""
+        let_go(self.tokens_N)
+        let_go(self.trained_N)
 
     @property
     def num_conversations(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Samples that are filled at a time: an example goes into the first one that has room.
 _OPEN_SAMPLES = 64
+#: Examples that are read one after the other before the memory that it took is given back.
+_LET_GO_EVERY = 4096
 
 
 @dataclass
@@ -73,7 +75,7 @@ class PackedExamples:
         for sample in self._pack(packed):
             members.extend(sample)
             starts.append(len(members))
-        trained = sum(int(np.count_nonzero(self._example(int(index))[1][1:])) for index in self._kept)
+        trained = sum(int(np.count_nonzero(trained[1:])) for _, trained in self._all())
         return {"members": np.array(members, np.int64), "starts": np.array(starts, np.int64), "trained": np.array(trained)}
 
     def _pack(self, packed: bool) -> Iterable[list[int]]:
@@ -96,6 +98,14 @@ class PackedExamples:
                 filling.remove(place)
                 yield place.members
         yield from (sample.members for sample in filling)
+
+    def _all(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The examples that are kept, in their order."""
+        for number, index in enumerate(map(int, self._kept)):
+            yield self._example(index)
+            if number % _LET_GO_EVERY == 0:
+                self._examples.let_go()
+        self._examples.let_go()
 
     def _example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and whether they are trained, cut."""
@@ -129,16 +139,16 @@ class PackedExamples:
                 # The padding goes on with the last example's positions: it needs no boundary of its own.
                 positions_BT[row, start:] = np.arange(self._length - start)
                 start = end
+        self._examples.let_go()
         return Batch({"input_ids": inputs_BT, "position_ids": positions_BT}, {"labels": labels_BT})
 
     def update(self, digest: Any) -> None:
         """Feed all values to a digest."""
         digest.update(f"examples {len(self._kept)}\0".encode())
-        for index in map(int, self._kept):
-            tokens, trained = self._example(index)
+        for tokens, trained in self._all():
             digest.update(f"{len(tokens)}\0".encode() + tokens.astype("<u4").tobytes() + np.packbits(trained).tobytes())
 
     def token_bounds(self) -> tuple[int, int] | None:
         """The lowest and the highest token."""
-        found = [bounds for index in map(int, self._kept) if (bounds := bounds_of(self._example(index)[0])) is not None]
+        found = [bounds for tokens, _ in self._all() if (bounds := bounds_of(tokens)) is not None]
         return (min(low for low, _ in found), max(high for _, high in found)) if found else None

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import logging
-import mmap
 import os
 import shutil
 import tempfile
@@ -26,6 +25,7 @@ import numpy as np
 
 from swarm.base.errors import ConfigError
 from swarm.feed.examples import Example, Examples
+from swarm.feed.mapped import mapped
 from swarm.feed.memo import NO_MEMO, Memo
 
 logger = logging.getLogger(__name__)
@@ -180,21 +180,12 @@ def _read(directory: Path, memo: Memo) -> TokenEntry:
     for name, size in about["sizes"].items():
         if (directory / name).stat().st_size != size:
             raise ValueError(f"{name} is not whole")
-    tokens_N = _mapped(directory / _TOKENS, np.dtype(about["dtype"]))
+    tokens_N = mapped(directory / _TOKENS, np.dtype(about["dtype"]))
     if not about["is_examples"]:
         return TokenEntry(tokens_N, about["notes"], memo)
-    trained_N = _mapped(directory / _TRAINED, np.dtype(bool))
+    trained_N = mapped(directory / _TRAINED, np.dtype(bool))
     edges = [np.fromfile(directory / name, "<i8") for name in (_STARTS, _FIRSTS, _CONVERSATIONS)]
     return TokenEntry(Examples(tokens_N, trained_N, *edges), about["notes"], memo)
-
-
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    if not path.stat().st_size:
-        return np.empty(0, dtype)
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_RANDOM)  # samples come from anywhere: what lies around them is not read with them
-    return np.frombuffer(mapped, dtype)
 
 
 def _remove_old(directory: Path) -> None:

@@ -238,6 +238,25 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         open_feed(CONFIG, str(chat), None, str(directory), cache=TokenCache(place))
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_what_is_read_of_a_large_file_does_not_stay_in_memory(kind: str, directory: Path, place: Path, tmp_path: Path) -> None:
+    def in_memory_kb() -> int:
+        """Pages of the token file that this process holds."""
+        entries = Path("/proc/self/smaps").read_text().split("VmFlags")
+        return sum(int(entry.split("Rss:")[1].split()[0]) for entry in entries if str(place) in entry)
+
+    path = tmp_path / "large.jsonl"
+    row = {"text": "x" * 9999} if kind == "text" else {"prompt": "x" * 99, "completion": "y" * 9900}
+    path.write_text((json.dumps(row) + "\n") * 600)
+    config = CONFIG.model_copy(update={"sequence_length": 9998})
+    feed = open_feed(config, str(path), None, None, cache=TokenCache(place))
+    assert in_memory_kb() < 300, "the digest reads 6 MB"
+    feed._dataset.train.take(np.arange(400))
+    assert in_memory_kb() < 300, "and these samples 4 MB"
+    tokens = feed._dataset.train.take(np.arange(2)).labels["labels"]
+    assert tokens.max() in (ord("x"), ord("y")), "what was let go is read again"
+
+
 def test_the_counts_say_what_was_cut_and_left_out(chat: Path, directory: Path) -> None:
     rows = [*ROWS, {"prompt": "one " * 40, "completion": "two"}, {"prompt": "one", "completion": ""}]
     rows += [{"messages": [ROWS[0]["messages"][0], {"role": "assistant", "content": "one two three " * 20}]}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from launch.options import (
     add_output_options,
     add_run_options,
 )
+from launch.processes.daemon_thread import in_daemon_thread
 from launch.processes.devices import available_memory
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
@@ -116,14 +116,15 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
             announcer.line(f"waiting for {reason}", waiting_for=reason)
             reports.send("waiting", reason=reason[:500])
 
-        feed = await asyncio.to_thread(  # it may read for minutes, or wait for a process that does
-            open_feed,
-            context.config,
-            paths.data,
-            paths.eval_data,
-            paths.tokenizer,
-            vocab_size=vocab_size_of(context.config),
-            cache=token_cache(),
+        feed = await in_daemon_thread(  # it may read for minutes, or wait for a process that does
+            lambda: open_feed(
+                context.config,
+                paths.data,
+                paths.eval_data,
+                paths.tokenizer,
+                vocab_size=vocab_size_of(context.config),
+                cache=token_cache(),
+            )
         )
         tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
         trainer = Trainer(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from swarm.base.config import RunConfig
@@ -236,6 +240,28 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(TokenWriter, "add_conversation", changing)
     with pytest.raises(ConfigError, match="was changed while it was read"):
         open_feed(CONFIG, str(chat), None, str(directory), cache=TokenCache(place))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_how_far_it_is_is_told_and_batches_change_nothing(
+    suffix: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / f"chat{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+        path.write_bytes(gzip.compress(lines) if suffix.endswith(".gz") else lines)
+    whole = open_feed(CONFIG, str(path), None, str(directory))
+    monkeypatch.setattr("swarm.feed.tokenising._BATCH_CHARS", 200)
+    monkeypatch.setattr("swarm.feed.tokenising._TOLD_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    assert open_feed(CONFIG, str(path), None, str(directory)).data_digest == whole.data_digest
+    told = re.findall(r"tokenised (\d+) % of 0.0 MB, 0.0 million tokens; about 0 s more", caplog.text)
+    assert len(told) > 5
+    assert [int(part) for part in told] == sorted(int(part) for part in told) or suffix == ".parquet"
+    assert int(told[-1]) <= 100
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])

@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 from swarm.base.dotted import is_dotted
 from swarm.base.ids import MAX_TICKETS, Address, parse_address
+from swarm.feed.files import HUB_PREFIX, is_pattern
 
 #: A frozen dataclass.
 Options = TypeVar("Options")
@@ -210,8 +211,11 @@ def existing_path(text: str) -> Path:
 
 
 def data_source(text: str) -> str:
-    """A path that exists, or the dotted path of a factory: whatever `swarm.feed` reads."""
-    return text if is_dotted(text) else str(existing_path(text))
+    """A path that exists, a pattern, a data set on the hub, or the dotted path of a factory: whatever `swarm.feed` reads."""
+    if is_dotted(text) or text.startswith(HUB_PREFIX):
+        return text
+    path = str(local_path(text))
+    return path if is_pattern(path) else str(existing_path(text))
 
 
 def output_directory(text: str) -> Path:

@@ -133,7 +133,7 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Where this machine has the run's data: a path, or the dotted path of a factory."""
+    """Where this machine has the run's data: a path, a pattern, a data set on the hub, or the dotted path of a factory."""
 
     data: str | None
     eval_data: str | None
@@ -144,15 +144,16 @@ def add_data_options(parser: argparse._ActionsContainer) -> None:
     """Where this machine has the run's data."""
     parser.add_argument(
         "--data",
-        metavar="PATH",
+        metavar="PATH|hub:OWNER/NAME",
         type=data_source,
         default=None,
-        help="training data: a .txt, .md, .jsonl or .parquet file, a directory of those or one that "
-        "datasets saved, or package.module:factory (default: the run file's, or the built-in text)",
+        help="training data: a .json, .jsonl, .csv, .parquet, .txt or .md file, compressed or not, a directory or a pattern "
+        "of those, one that datasets saved, hub:owner/name@revision#split, or package.module:factory (default: the run "
+        "file's, or the built-in text)",
     )
     parser.add_argument(
         "--eval-data",
-        metavar="PATH",
+        metavar="PATH|hub:OWNER/NAME",
         type=data_source,
         default=None,
         help="evaluation data (default: the run file's, or a held-out part of the data)",

@@ -33,6 +33,7 @@ from launch.processes.runner import main_of
 from launch.replay_devices import TOLERANCES, StageDevice, kinds_text, places, tolerance_between
 from launch.run.models import TOKENIZER_DIRECTORY, vocab_size_of, weights_for
 from launch.run.ticket_files import RecordedTicket, recorded
+from launch.run.token_cache import token_cache
 from swarm.base.config import RunConfig, parse_config_bytes, run_id_of
 from swarm.base.errors import ConfigError
 from swarm.base.ids import ZERO_BALLOT, Ticket
@@ -190,7 +191,7 @@ def _replayed(
 
     kept = [str(root / TOKENIZER_DIRECTORY) for root in options.checkpoints if (root / TOKENIZER_DIRECTORY).is_dir()]
     tokenizer = options.tokenizer or next(iter(kept), None)
-    feed = open_feed(config, options.data, options.eval_data, tokenizer, vocab_size=vocab_size_of(config))
+    feed = open_feed(config, options.data, options.eval_data, tokenizer, vocab_size=vocab_size_of(config), cache=token_cache())
     step = Ticket(ticket.step - 1, ticket.index)
     batch = feed.batch(step)
     inputs, labels = ({name: torch.from_numpy(array) for name, array in part.items()} for part in (batch.inputs, batch.labels))

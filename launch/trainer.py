@@ -18,6 +18,7 @@ from launch.options import (
     add_output_options,
     add_run_options,
 )
+from launch.processes.daemon_thread import in_daemon_thread
 from launch.processes.devices import available_memory
 from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
@@ -26,6 +27,7 @@ from launch.run.metrics import MetricsFile
 from launch.run.models import vocab_size_of
 from launch.run.step_lines import goes_on_text, step_text
 from launch.run.ticket_files import TicketFiles
+from launch.run.token_cache import token_cache
 
 if TYPE_CHECKING:
     from swarm.peer.trainer.reports import Evaluation, StepReport
@@ -114,7 +116,16 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
             announcer.line(f"waiting for {reason}", waiting_for=reason)
             reports.send("waiting", reason=reason[:500])
 
-        feed = open_feed(context.config, paths.data, paths.eval_data, paths.tokenizer, vocab_size=vocab_size_of(context.config))
+        feed = await in_daemon_thread(  # it may read for minutes, or wait for a process that does
+            lambda: open_feed(
+                context.config,
+                paths.data,
+                paths.eval_data,
+                paths.tokenizer,
+                vocab_size=vocab_size_of(context.config),
+                cache=token_cache(),
+            )
+        )
         tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
         trainer = Trainer(
             context,

@@ -35,6 +35,14 @@ def logging_as_it_was() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def caches_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokens that commands keep for the next one are not kept among those of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 #: In this order. Tests that start processes or measure time never meet each other: those of one directory stay in one process.
 ORDER = ("integration", "sim", "unit", "contract")
 TOGETHER = ("integration", "contract", "test_random_schedules.py")

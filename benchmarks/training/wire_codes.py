@@ -110,9 +110,9 @@ def samples(directory: Path, sequence: int) -> torch.Tensor:
     """All of the built-in text [samples, sequence]."""
     from transformers import AutoTokenizer
 
-    from swarm.feed.sources import BUILTIN, records_of
+    from swarm.feed.sources import builtin_records
 
-    text = "\n".join(str(record["text"]) for _, record in records_of(BUILTIN))
+    text = "\n".join(str(record["text"]) for _, record, _ in builtin_records())
     tokens = torch.tensor(AutoTokenizer.from_pretrained(directory)(text)["input_ids"])
     return tokens[: len(tokens) // sequence * sequence].view(-1, sequence)
 

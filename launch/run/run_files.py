@@ -17,11 +17,13 @@ from typing import Any
 from launch.arguments import MAX_PROCESSES
 from launch.options import DataOptions, ModelOptions
 from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, stated_vocab_size, tokenizer_in, vocab_size_of
+from launch.run.token_cache import token_cache
 from models.packing import why_apart
 from models.presets import PRETRAINED
 from swarm.base.config import NEW_NO_DECAY, RunConfig, parse_config, parse_config_bytes
 from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
+from swarm.feed.files import HUB_PREFIX, is_there
 from swarm.feed.sources import BUILTIN
 from swarm.feed.tokenizers import ByteTokenizer
 
@@ -42,7 +44,7 @@ DIGEST_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataPaths:
-    """Where this machine finds the run's data (a path, or a factory's dotted path); `None` is the built-in one.
+    """Where this machine finds the run's data (whatever `--data` takes); `None` is the built-in one.
 
     `model` is a directory or hub id whose weights the run begins with.
     """
@@ -127,13 +129,13 @@ def read_run_file(path: Path) -> RunFile:
 
 
 def _data_path(run_file: Path, key: str, value: Any) -> str:
-    """A path of a run file, relative to the file's own directory; a dotted path stays as it is."""
+    """A path or pattern of a run file, relative to the file's own directory; other sources stay as they are."""
     if not isinstance(value, str):
         raise ConfigError(f"{run_file}: {key}: a path is a string")
-    if is_dotted(value):
+    if is_dotted(value) or value.startswith(HUB_PREFIX):
         return value
     path = run_file.parent / Path(value).expanduser()
-    if not path.exists():
+    if not is_there(str(path)):
         raise ConfigError(f"{run_file}: {key}: {path}: no such file or directory")
     return str(path)
 
@@ -209,6 +211,7 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         paths.tokenizer,
         vocab_size=None if gets_vocabulary else vocab_size_of(config),
         today=today or datetime.now(UTC).date(),
+        cache=token_cache(),
     )
     if "no_decay" not in config.model_fields_set:
         found["no_decay"] = NEW_NO_DECAY
@@ -219,7 +222,7 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         if stated and key in found and stated != found[key]:
             here = f"the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}.."
             raise ConfigError(f"{key}: {here}: name the run's {named}")
-    vocab_size, cost_apart = found.pop("vocab_size"), found.pop("cost_apart")
+    vocab_size, cost_apart, _ = (found.pop(key) for key in ("vocab_size", "cost_apart", "facts"))
     if config.packing and cost_apart is not None:
         found["packing"] = _share_samples(config, cost_apart)
     fields = {**config.model_dump(), **found}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from swarm.base.errors import ConfigError
+from swarm.feed.mapped import let_go
 
 #: What a label says where nothing is to be learnt.
 IGNORED_LABEL = -100
@@ -50,21 +51,33 @@ class TokenWindows:
     def __len__(self) -> int:
         return max(0, (len(self._tokens_N) - 1) // self._length)
 
+    @property
+    def num_tokens(self) -> int:
+        """Labels of all windows."""
+        return len(self) * self._length
+
     def take(self, indices: np.ndarray) -> Batch:
         """The windows with these indices, as arrays of shape [len(indices), T]."""
         window_BT = indices[:, None] * self._length + np.arange(self._length + 1)
         tokens_BT = self._tokens_N[window_BT].astype(np.int64)
+        let_go(self._tokens_N)
         return Batch({"input_ids": tokens_BT[:, :-1].copy()}, {"labels": tokens_BT[:, 1:].copy()})
 
     def update(self, digest: Any) -> None:
         """Feed all values to a digest."""
         digest.update(f"tokens {len(self._tokens_N)}\0".encode())
+        for tokens in self._blocks():
+            digest.update(tokens.astype("<u4").tobytes())
+
+    def _blocks(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self._tokens_N), 2**20):
-            digest.update(self._tokens_N[start : start + 2**20].astype("<u4").tobytes())
+            yield self._tokens_N[start : start + 2**20]
+            let_go(self._tokens_N)
 
     def token_bounds(self) -> tuple[int, int] | None:
         """The lowest and the highest token."""
-        return bounds_of(self._tokens_N)
+        found = [bounds for tokens in self._blocks() if (bounds := bounds_of(tokens)) is not None]
+        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
 class ArraySamples:

@@ -32,11 +32,6 @@ class Conversation:
     tools: list[Any] | None
 
 
-def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record is a conversation or an instruction, rather than text."""
-    return record.get("messages") is not None or (record.get("prompt") is not None and "completion" in record)
-
-
 def unknown_fields(record: Mapping[str, Any]) -> Iterator[str]:
     """Fields of the record that nothing here reads: those of other formats, and notes of whoever collected the data."""
     for field, value in record.items():

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarm.feed.chat import ChatReader, Example
+from swarm.feed.chat import ChatReader
+from swarm.feed.examples import Example
 
 #: What TRL's SFTTrainer made of the rows; `trl_boundaries.py` writes it.
 TABLE = Path(__file__).with_name("boundaries.json")

@@ -13,8 +13,10 @@ import pytest
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
-from swarm.feed.chat import ChatReader, Example
+from swarm.feed.chat import ChatReader
+from swarm.feed.examples import Example, Examples
 from swarm.feed.feed import open_feed
+from swarm.feed.files import files_of
 from swarm.feed.packing import PackedExamples
 from swarm.feed.sources import records_of
 from swarm.feed.tokenizers import ByteTokenizer, DirectoryTokenizer, Tokenizer
@@ -92,7 +94,7 @@ def test_an_earlier_turn_that_the_template_rewrites_gets_an_example_of_its_own(t
         [(False, f"{asked}three<|end|>{asked}"), (True, "one two/three<|end|>")],
     ]
     assert reader.tally.told() == (
-        "1 conversations, 2 answers are trained; 1 are examples of their own, for the chat template rewrites them once the "
+        "1 rows of messages: 2 answers are trained; 1 are examples of their own, for the chat template rewrites them once the "
         "conversation goes on"
     )
 
@@ -105,7 +107,6 @@ def test_an_earlier_turn_that_the_template_rewrites_gets_an_example_of_its_own(t
         ({"messages": [{"content": "x"}]}, "line 7: messages is no list of messages"),
         ({"messages": [ASK]}, "line 7: no message has the role 'assistant'"),
         ({"messages": [{"role": "robot", "content": ""}, SAY]}, "line 7: the chat template refuses it: unknown role robot"),
-        ({"prompt": "x", "completion": ""}, "line 7: the completion is empty"),
         ({"prompt": "x", "completion": [SAY]}, "line 7: prompt is no list of messages"),
         ({"prompt": [ASK], "completion": None}, "line 7: completion is no list of messages"),
     ],
@@ -141,7 +142,7 @@ def example(*tokens: int, prompt: int = 1) -> Example:
 
 def test_short_examples_share_a_sample_and_positions_start_again() -> None:
     examples = [example(1, 2, 3, prompt=2), example(*range(10, 17)), example(5, 6), example(7, 8, 9)]
-    samples = PackedExamples(examples, 6, packed=True)
+    samples = PackedExamples(Examples.of([examples]), 6, packed=True)
     assert len(samples) == 2
     batch = samples.take(np.array([1, 0]))
     assert batch.inputs["input_ids"].tolist() == [[1, 2, 5, 7, 8, 0], [10, 11, 12, 13, 14, 15]]
@@ -155,14 +156,15 @@ def test_packing_loses_and_repeats_no_trained_token() -> None:
     examples = [example(*rng.integers(1, 999, size=rng.integers(2, 40)), prompt=int(rng.integers(0, 3))) for _ in range(400)]
     wanted = sorted(int(t) for e in examples for t, is_trained in zip(e.tokens[1:33], e.trained[1:33], strict=True) if is_trained)
     for packed in (True, False):
-        samples = PackedExamples(examples, 32, packed=packed)
+        samples = PackedExamples(Examples.of([examples]), 32, packed=packed)
         labels = samples.take(np.arange(len(samples))).labels["labels"]
         assert sorted(labels[labels != -100].tolist()) == wanted
-    assert len(PackedExamples(examples, 32, packed=True)) < 0.75 * len(examples)
+    assert len(PackedExamples(Examples.of([examples]), 32, packed=True)) < 0.75 * len(examples)
 
 
 def test_examples_are_cut_and_those_with_nothing_to_learn_left_out() -> None:
-    samples = PackedExamples([example(*range(9), prompt=2), example(*range(9), prompt=5), example(1, prompt=0)], 4, packed=True)
+    cut, hollow, alone = example(*range(9), prompt=2), example(*range(9), prompt=5), example(1, prompt=0)
+    samples = PackedExamples(Examples.of([[cut, hollow, alone]]), 4, packed=True)
     assert (len(samples), samples.num_cut, samples.num_left_out) == (1, 1, 2)
     assert samples.take(np.array([0])).labels["labels"].tolist() == [[-100, 2, 3, 4]]
 
@@ -238,7 +240,7 @@ def test_tables_without_pyarrow_say_what_to_install(tmp_path: Path, monkeypatch:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_pyarrow)
-    with pytest.raises(ConfigError, match=r"x.parquet: reading it needs pyarrow: pip install 'swarm-train\[tables\]'"):
+    with pytest.raises(ConfigError, match=r"x.parquet: reading it needs pyarrow: pip install 'swarm-train\[data\]'"):
         open_feed(CONFIG, str(tmp_path / "x.parquet"), None, None)
 
 
@@ -247,14 +249,14 @@ def test_half_a_character_is_refused_with_its_line(escape: str, tmp_path: Path) 
     chat_file = tmp_path / "x.jsonl"
     whole = '{"prompt": "a", "completion": "\\ud83d\\ude00"}\n'
     chat_file.write_text(whole)
-    assert len(list(records_of(str(chat_file)))) == 1, "two halves are a character"
+    assert len(list(records_of(files_of(str(chat_file))))) == 1, "two halves are a character"
     chat_file.write_text(whole + f'{{"prompt": "a", "completion": "b{escape}"}}\n')
     with pytest.raises(ConfigError, match="line 2: holds half of a character"):
-        list(records_of(str(chat_file)))
+        list(records_of(files_of(str(chat_file))))
 
 
 def test_text_among_conversations_is_refused_with_its_line(chat_file: Path, directory: Path) -> None:
     with chat_file.open("a") as file:
         file.write('{"text": "plain"}\n')
-    with pytest.raises(ConfigError, match='line 8: has neither "messages" nor "prompt"'):
+    with pytest.raises(ConfigError, match="line 8: is a row of text, and those before it are not"):
         open_feed(CONFIG, str(chat_file), None, str(directory))

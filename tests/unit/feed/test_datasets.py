@@ -14,6 +14,8 @@ from swarm.base.errors import ConfigError
 from swarm.base.ids import Ticket
 from swarm.feed.datasets import ArraySamples, TokenWindows
 from swarm.feed.feed import Batch, describe_data, open_feed
+from swarm.feed.files import files_of
+from swarm.feed.sources import pieces, records_of
 from swarm.feed.tokenizers import ByteTokenizer, DirectoryTokenizer
 
 MLP = "tests.unit.models.mlp_classifier:dataset"
@@ -163,8 +165,12 @@ def test_the_digest_does_not_depend_on_how_tokens_are_stored() -> None:
         ("short.txt", b"abcd", "short.txt: .* tokens are too few for one sample of 4 \\+ 1"),
         ("half.txt", b"abcdefgh", "the held-out part of .*half.txt: 2 tokens are too few"),
         ("bad.jsonl", b'{"text": "fine"}\n{"text": \n', "bad.jsonl, line 2: is not JSON"),
-        ("field.jsonl", b'\n{"texts": "x"}\n', 'field.jsonl, line 2: has no string field "text"'),
-        ("type.jsonl", b'{"text": 3}', "type.jsonl, line 1: has no string"),
+        (
+            "field.jsonl",
+            b'\n{"texts": "x"}\n',
+            "field.jsonl, line 2: nothing here reads a row of texts: known are messages, .*; rename",
+        ),
+        ("type.jsonl", b'{"text": 3}', "type.jsonl, line 1: text is no string"),
         ("list.jsonl", b"[]", "list.jsonl, line 1: is no JSON object"),
         ("hollow.jsonl", b'{"text": ""}', "hollow.jsonl: holds no text"),
     ],
@@ -188,7 +194,7 @@ def test_a_device_and_a_pipe_are_refused(tmp_path: Path) -> None:
 
 def test_a_directory_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"holds no \.txt"):
+    with pytest.raises(ConfigError, match=r"holds no file of data; known are \.txt, "):
         open_feed(SMALL, str(tmp_path), None, None)
 
 
@@ -267,7 +273,7 @@ def word_tokenizer(tmp_path: Path) -> Path:
 def test_a_tokenizer_directory_is_used_and_has_a_digest(word_tokenizer: Path, tmp_path: Path) -> None:
     tokenizer = DirectoryTokenizer(str(word_tokenizer))
     assert tokenizer.vocab_size == 5
-    assert tokenizer.encode("one three\ntwo").tolist() == [2, 4, 3]
+    assert [ids.tolist() for ids in tokenizer.encode(["one three\ntwo", ""])] == [[2, 4, 3], []]
     assert tokenizer.separator.tolist() == [0]
     path = tmp_path / "words.jsonl"
     path.write_text('{"text": "one two one"}\n{"text": "three"}\n')
@@ -283,11 +289,17 @@ def test_a_tokenizer_directory_is_used_and_has_a_digest(word_tokenizer: Path, tm
     assert DirectoryTokenizer(str(word_tokenizer)).digest != tokenizer.digest
 
 
-def test_long_documents_give_the_same_words_in_pieces(word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.feed.tokenizers._PIECE_CHARS", 10)
-    tokenizer = DirectoryTokenizer(str(word_tokenizer))
-    assert tokenizer.encode("one two three\n" * 9 + "two").tolist() == [2, 3, 4] * 9 + [3]
-    assert tokenizer.encode("").tolist() == []
+def test_long_documents_come_in_the_same_pieces_from_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.feed.sources._PIECE_CHARS", 10)
+    text = "one two three\n" * 9 + "two"
+    assert list(pieces(text)) == ["one two three\n"] * 9 + ["two"]
+    assert list(pieces("")) == []
+    (tmp_path / "a.txt").write_text(text)
+    for chunk_bytes in (1, 7, 2**20):
+        monkeypatch.setattr("swarm.feed.sources._CHUNK_BYTES", chunk_bytes)
+        rows = list(records_of(files_of(str(tmp_path / "a.txt"))))
+        assert [row.record["text"] for row in rows] == list(pieces(text))
+        assert [row.goes_on for row in rows] == [False, *[True] * 9], "it stays one document"
 
 
 def test_a_tokenizer_that_is_made_by_code_of_its_own_is_refused_without_a_question(
@@ -316,4 +328,4 @@ def test_a_directory_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_bytes_are_tokens() -> None:
-    assert ByteTokenizer().encode("aé\ud800").tolist() == [97, 0xC3, 0xA9, 0xED, 0xA0, 0x80]
+    assert ByteTokenizer().encode(["aé\ud800"])[0].tolist() == [97, 0xC3, 0xA9, 0xED, 0xA0, 0x80]

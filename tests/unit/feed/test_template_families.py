@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from swarm.base.errors import ConfigError
-from swarm.feed.chat import ChatReader, Example, Tally
+from swarm.feed.chat import ChatReader, Tally
+from swarm.feed.examples import Example
 from swarm.feed.tokenizers import DirectoryTokenizer
 from tests.unit.feed.boundaries import write_tokenizer
 

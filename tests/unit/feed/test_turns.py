@@ -51,7 +51,7 @@ def test_an_answer_that_is_marked_not_to_be_trained_is_context_only(mark: dict[s
     assert "four<|end|>" in tokenizer._tokenizer.decode(example.tokens.tolist()), "it stays in the text"
     assert trained({"messages": [ASK, wrong]}, tokenizer, reader) == []
     assert reader.tally.told() == (
-        "3 conversations, 2 answers are trained; 3 are marked not to be; 1 conversations are left out: no answer of theirs is "
+        "3 rows of messages: 2 answers are trained; 3 are marked not to be; 1 conversations are left out: no answer of theirs is "
         "trained"
     )
 
@@ -98,7 +98,7 @@ def test_keys_that_change_nothing_are_named(tokenizer: DirectoryTokenizer) -> No
         record = {"messages": [{**ASK, "name": "ann"}, {**SAY, "loss_mask": 0}], "source": "web", "id": number, "tools": None}
         assert trained(record, tokenizer, reader) == ["two<|end|>"]
     named = "'loss_mask' of messages (20), 'name' of messages (20), id (20), source (20)"
-    assert reader.tally.told() == f"20 conversations, 20 answers are trained; nothing reads {named}"
+    assert reader.tally.told() == f"20 rows of messages: 20 answers are trained; nothing reads {named}"
 
 
 def test_a_key_that_the_template_reads_sometimes_is_not_named(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_calls_that_the_template_leaves_out_are_not_trained_as_silence(tokenizer
     record = {"messages": [ASK, {"role": "assistant", "tool_calls": calls}, ASK, {**SAY, "tool_calls": calls}]}
     assert trained(record, tokenizer, reader) == ["two<|end|>"]
     assert reader.tally.told() == (
-        "1 conversations, 1 answers are trained; 1 are not, for the chat template does not write what they say after its own "
+        "1 rows of messages: 1 answers are trained; 1 are not, for the chat template does not write what they say after its own "
         "prompt; nothing reads 'tool_calls' of messages (2)"
     )
 
@@ -148,6 +148,25 @@ def test_a_first_turn_of_the_assistant_is_trained_without_its_header(tokenizer: 
     assert trained({"messages": [SAY, ASK, SAY]}, tokenizer) == ["two<|end|>two<|end|>"]
 
 
+def test_what_a_template_marks_itself_is_trained(tmp_path: Path) -> None:
+    """Here the end of a turn is not, and an answer that is cut out of earlier turns needs no example of its own."""
+    marked = TEMPLATE.replace(
+        "{{ message.content }}<|end|>",
+        "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}<|end|>"
+        "{% elif message.content == 'fail' %}{{ raise_exception('no') }}{% else %}{{ message.content }}<|end|>{% endif %}",
+    )
+    write_chat_tokenizer(tmp_path, template=marked)
+    tokenizer = DirectoryTokenizer(str(tmp_path))
+    reader = ChatReader(tokenizer)
+    four = {"role": "assistant", "content": "four"}
+    assert trained({"messages": [ASK, SAY, ASK, four]}, tokenizer, reader) == ["twofour"]
+    assert trained({"messages": [ASK, {**SAY, "weight": 0}, ASK, four]}, tokenizer, reader) == ["four"]
+    assert trained({"prompt": [ASK, SAY, ASK], "completion": [four]}, tokenizer, reader) == ["four"]
+    assert trained({"messages": [ASK, SAY, {**ASK, "content": "fail"}]}, tokenizer, reader) == ["two"], "nothing after it is read"
+    assert trained({"messages": [ASK, {**SAY, "weight": 0}]}, tokenizer, reader) == []
+    assert (reader.tally.answers, reader.tally.marked, reader.tally.empty) == (5, 2, 1)
+
+
 # ------------------------------------------------------------------------------------------------ sources
 
 
@@ -163,7 +182,7 @@ def test_what_is_trained_of_a_source_is_told_in_one_line(
     source = write(tmp_path / "chat.jsonl", [{"messages": [ASK, SAY]}, {"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}])
     open_feed(CONFIG, source, None, str(directory))
     [line] = [record for record in caplog.records if "answers" in record.getMessage()]
-    assert line.getMessage() == f"data {source}: 2 conversations, 2 answers are trained; 1 are marked not to be"
+    assert line.getMessage() == f"data {source}: 2 rows of messages: 2 answers are trained; 1 are marked not to be"
     assert line.levelno == logging.INFO
     caplog.clear()
     open_feed(CONFIG, write(tmp_path / "more.jsonl", [{"messages": [ASK, SAY], "mood": "good"}]), None, str(directory))

@@ -31,7 +31,7 @@ from models.cut import CausalLMStage
 from models.packing import SHOWN_LAYERS, why_apart
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
-from swarm.feed.chat import Example
+from swarm.feed.examples import Example, Examples
 from swarm.feed.packing import PackedExamples
 from swarm.stage.module import Tensors
 from tests.unit.models.shrunken import ADAPTERS, VOCAB, families_with_a_plan, shrunken, still_at_default
@@ -182,7 +182,7 @@ def shared_difference(model_type: str, attention: str | None = None) -> float:
     stages = [factory.build(stage) for stage in range(NUM_STAGES)]
     rng = np.random.default_rng(2)
     examples = [Example(rng.integers(0, VOCAB, n).astype(np.uint16), np.ones(n, bool)) for n in LENGTHS]
-    shared, alone = (PackedExamples(examples, SHARED_T, packed=packed) for packed in (True, False))
+    shared, alone = (PackedExamples(Examples.of([examples]), SHARED_T, packed=packed) for packed in (True, False))
     assert (len(shared), len(alone)) == (1, len(LENGTHS))
     found, expected = _logits_of(stages, shared), _logits_of(stages, alone)
     expected = torch.cat([logits[: n - 1] for logits, n in zip(expected, LENGTHS, strict=True)])

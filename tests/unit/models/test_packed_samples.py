@@ -14,7 +14,7 @@ import torch
 from models.packing import why_apart
 from models.registry import factory_of
 from swarm.base.config import RunConfig
-from swarm.feed.chat import Example
+from swarm.feed.examples import Example, Examples
 from swarm.feed.packing import PackedExamples
 
 T = 24
@@ -65,8 +65,8 @@ def test_packed_equals_unpacked(options: dict[str, Any]) -> None:
     config = RunConfig(model="causal-lm", model_options={**fields, **options}, precision="fp64", sequence_length=T)
     factory = factory_of(config)
     stages = [factory.build(stage) for stage in range(config.num_stages)]
-    packed = PackedExamples(examples(), T, packed=True)
-    unpacked = PackedExamples(examples(), T, packed=False)
+    packed = PackedExamples(Examples.of([examples()]), T, packed=True)
+    unpacked = PackedExamples(Examples.of([examples()]), T, packed=False)
     assert len(packed) < len(unpacked) / 1.5, "or nothing is tested"
     loss, gradients = loss_and_gradients(stages, packed)
     expected, expected_gradients = loss_and_gradients(stages, unpacked)

@@ -38,6 +38,8 @@ SPARE = 2
 FAR = 2.0
 #: One ticket that a peer is only asked to see whether its line is better costs at most this part of the time.
 PROBE_PART = 0.01
+#: And one that a peer is asked for the first time: what it says of its line may be of a moment when much else was on it.
+FIRST_PROBE_PART = 0.1
 
 
 class Trip(NamedTuple):
@@ -258,7 +260,7 @@ class Occupancy:
             rest_s = (self._num_under_way + num_left + 1) / pace
             for key, late_s in back_s.items():
                 is_late = key != first and CAUTION * late_s > max(rest_s, back_s[first])
-                if is_late and (peers[key].num_under_way or now - peers[key].given_at < late_s / PROBE_PART):
+                if is_late and not self._is_due(here, peers[key], late_s, now):
                     out[key] = f"a ticket takes {late_s:.3g} s there, the rest of the step {rest_s:.3g} s"
                     peers[key].late = out[key]
         queue_s = {key: self._queue_s(here, peer) for key, peer in peers.items() if key not in out}
@@ -268,6 +270,14 @@ class Occupancy:
             if waits_s > (most_s if key in near else 0.0):
                 out[key] = f"{peers[key].num_under_way} tickets are there, which take {waits_s:.3g} s longer than elsewhere"
         return out
+
+    def _is_due(self, stage: _Stage, peer: _Peer, late_s: float, now: float) -> bool:
+        """Whether a peer that will be late is tried all the same: nobody knows it, and its line is no reason; or by the clock."""
+        if peer.num_under_way:
+            return False
+        if peer.compute_s is not None:
+            return now - peer.given_at >= late_s / PROBE_PART
+        return stage.rate(peer).bound == "compute" or now - peer.given_at >= late_s / FIRST_PROBE_PART
 
     def _back_s(self, stage: _Stage, peer: _Peer) -> float:
         """When a ticket would be back that this peer is given now; those before it may use its line both ways in turn."""

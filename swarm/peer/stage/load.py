@@ -57,7 +57,8 @@ class LoadMeter:
         self._seen[message.trainer] = message
         if len(self._seen) > MAX_TRAINERS:
             del self._seen[next(iter(self._seen))]
-        who, line = message.trainer[:8], f"its line seems to carry {message.bytes_per_s:.3g} bytes/s"
+        who = message.trainer[:8]
+        line = f"its line seems to carry {message.bytes_per_s:.3g} bytes/s" if message.bytes_per_s else "its line is not known"
         if message.reason:
             logger.warning("trainer %s gives this peer no tickets: %s; %s", who, message.reason, line)
         elif before is not None and before.reason:

@@ -163,8 +163,8 @@ def spoil_gradient(simulation, node, value):
     compute = node.peer.stage_context.compute
     backward = compute.backward
 
-    def spoilt(*args):
-        result = backward(*args)
+    def spoilt(*args, **options):
+        result = backward(*args, **options)
         result.parameters[0] = result.parameters[0] + value
         return result
 
@@ -190,8 +190,8 @@ def spoil_input_gradient(simulation, node, value):
     compute = node.peer.stage_context.compute
     backward = compute.backward
 
-    def spoilt(*args):
-        result = backward(*args)
+    def spoilt(*args, **options):
+        result = backward(*args, **options)
         result.inputs = {name: tensor + value for name, tensor in result.inputs.items()}
         return result
 

@@ -309,7 +309,7 @@ def _field_help(name: str, field: FieldInfo) -> str:
     if name == "timing":
         default: Any = "local"
     else:
-        default = field.get_default(call_default_factory=True)
+        default = field.get_default(call_default_factory=True, validated_data={})
     text = f"{field.description} (default: {json.dumps(default) if isinstance(default, dict) else default})"
     return text.replace("%", "%%")
 

@@ -52,8 +52,7 @@ def variants_of(options: argparse.Namespace) -> dict[str, Variant]:
     """By the name that `--variants` knows."""
     local = {"mode": "local", "inner_batch_size": options.batch // options.peers_per_stage}
     outer = {"outer_learning_rate": options.outer_learning_rate, "outer_momentum": options.outer_momentum}
-    mean = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    cocktail = {**local, **mean, "average_compression": "cocktail", "fragments": 10}
+    cocktail = {"mode": "local", "average_compression": "cocktail"}  # as published, without more words
     few, many = options.inner_steps
     return {
         "single": Variant("single process", is_plain=True),

@@ -16,6 +16,7 @@ from typing import Any
 
 from launch.arguments import MAX_PROCESSES
 from launch.options import DataOptions, ModelOptions
+from launch.run.averaging_notes import follow_compressor, taken_defaults, warnings
 from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, stated_vocab_size, tokenizer_in, vocab_size_of
 from launch.run.token_cache import token_cache
 from models.packing import why_apart
@@ -172,7 +173,10 @@ def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunC
     Raises:
         ConfigError: one line naming where the value came from, the field, and what is wrong.
     """
+    is_saved = run_file is not None and run_file.config_bytes is not None
     merged = dict(run_file.fields) if run_file else {}
+    if is_saved:
+        merged = follow_compressor(merged, overrides)
     for key, value in overrides.items():
         base = merged.get(key)
         if key == "timing" and isinstance(base, str):
@@ -181,7 +185,6 @@ def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunC
     sources = [str(run_file.path)] if run_file else []
     if overrides or not sources:
         sources.append("command line")
-    is_saved = run_file is not None and run_file.config_bytes is not None
     return parse_config(merged, where=" with ".join(sources), given=overrides if is_saved else None)
 
 
@@ -223,6 +226,10 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
             here = f"the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}.."
             raise ConfigError(f"{key}: {here}: name the run's {named}")
     vocab_size, cost_apart, _ = (found.pop(key) for key in ("vocab_size", "cost_apart", "facts"))
+    if taken := taken_defaults(config):
+        _log.info("%s", taken)
+    for line in warnings(config):
+        _log.warning("%s", line)
     if config.packing and cost_apart is not None:
         found["packing"] = _share_samples(config, cost_apart)
     fields = {**config.model_dump(), **found}

@@ -1,10 +1,12 @@
 """Local updates: DiLoCo (arXiv 2311.08105), OpenDiLoCo (2407.07852), streaming DiLoCo (2501.18512).
 
-With `mode = "local"` a step is an outer step. During it each peer updates its own copy of the stage after every
-`inner_batch_size` samples that it accumulated itself; at its end the peers average what their copies moved by, weighted by
-tokens, and everyone applies the mean with Nesterov momentum to the parameters that they share. Claims, ledger, seal and
-record are those of every step, so a ticket moves one peer's copy once; a ticket whose peer dies is computed again by
-another. Moments of the inner optimizer are private and never synchronised; who restarts begins with none.
+With `mode = "local"` a step is an outer step. Its micro-batches fall into `inner_steps` parts of equal size, by number. Each
+peer updates its own copy of the stage once for each part, with the micro-batches of it that it computed: as often however
+many peers there are. (With `inner_batch_size` it does so after every so many samples of its own.) At the end of the step the
+peers average what their copies moved by, weighted by tokens, and everyone applies the mean with Nesterov momentum to the
+parameters that they share. Claims, ledger, seal and record are those of every step, so a ticket moves one peer's copy once;
+a ticket whose peer dies is computed again by another. Moments of the inner optimizer are private and never synchronised; who
+restarts begins with none.
 
 Owns one peer's copy; must not know how averages travel.
 """
@@ -65,23 +67,44 @@ class LocalAccumulator(Accumulator):
         self._step = step
         self._own = own
         config = own.optimizer.config
-        self._per_update = config.inner_batch_size // config.micro_batch_size
+        self._has_inner_steps = config.inner_steps > 0
+        #: Tickets that make an update: of an inner step all, or of this peer so many.
+        self._per_update = (
+            config.tickets_per_step // config.inner_steps
+            if config.inner_steps
+            else config.inner_batch_size // config.micro_batch_size
+        )
+        #: The inner step that this peer is in, and tickets that have begun and not ended.
+        self._inner_step = 0
+        self._begun: set[int] = set()
         self._outer: Version | None = None
         self._copy: Version | None = None
         self._inner = own.inner
         #: Tickets that have moved the copy.
         self._moved_by: set[int] = set()
 
-    def version_for(self, outer: Version) -> Version:
-        """The version that the next ticket of this step computes with, if the step builds on `outer`."""
+    def version_for(self, outer: Version, index: int) -> Version:
+        """The version that ticket `index` of this step computes with, if the step builds on `outer`."""
+        if not self._begun:
+            self._reach(index)
+        self._begun.add(index)
         if self._outer is None or self._copy is None:
             self._outer, self._copy = outer, self._own.start(outer)
         return self._copy
+
+    def _reach(self, index: int) -> None:
+        """Go on to the inner step of ticket `index`, if that is a later one; the copy moves by what belongs to those before."""
+        inner_step = index // self._per_update
+        if self._has_inner_steps and inner_step > self._inner_step:
+            self._update()
+            self._inner_step = inner_step
+            self._begun.clear()
 
     def add(
         self, index: int, entry: LedgerEntry, gradients: list[torch.Tensor | None], *, loss_scale: float = 1.0
     ) -> Literal["accumulated", "overflow", "denied"]:
         """Accumulate one ticket, see `Accumulator.add`, and update the copy if enough have come."""
+        self._end(index)
         verdict = super().add(index, entry, gradients, loss_scale=loss_scale)
         if verdict == "accumulated":
             self._update_when_due()
@@ -98,10 +121,16 @@ class LocalAccumulator(Accumulator):
         borrowed: bool = False,
     ) -> bool:
         """Accumulate one ticket, see `Accumulator.add_unseen`, and update the copy if enough have come."""
+        self._end(index)
         is_marked = super().add_unseen(index, numbers, is_valid, gradients, loss_scale=loss_scale, borrowed=borrowed)
         if is_marked:
             self._update_when_due()
         return is_marked
+
+    def _end(self, index: int) -> None:
+        self._begun.discard(index)
+        if self.ledger.may_add(index):
+            self._reach(index)
 
     def _update_when_due(self) -> None:
         if len(self.ledger.entries) - len(self._moved_by) >= self._per_update:
@@ -125,7 +154,7 @@ class LocalAccumulator(Accumulator):
                 trained,
                 self._inner or optimizer.moments.zero(),
                 step=self._step,
-                learning_rate=learning_rate(config, self._step),
+                learning_rate=learning_rate(config, self._step, self._inner_step),
                 factor=clip_coefficient(norm, config.max_grad_norm) / tokens,
             )
             masters = self._layout.joined(masters, self._copy.masters)
@@ -144,6 +173,8 @@ class LocalAccumulator(Accumulator):
     def _start_again(self) -> None:
         self._copy, self._inner = None, self._own.inner
         self._moved_by.clear()
+        self._inner_step = 0
+        self._begun.clear()
 
     def freeze(self, attempt: Attempt) -> None:
         """Update the copy with what is left over, and seal the ledger."""

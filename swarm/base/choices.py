@@ -30,7 +30,19 @@ class CompressorFacts:
     keeps_back: bool = False
     #: The modes that it is not for, and why.
     unfit: Mapping[str, str] = field(default_factory=dict)
+    #: Percent of the norm of a real gradient that one exchange loses, or leaves for later if it keeps something back, where
+    #: that is above 5; `tests/unit/models/test_losses_of_averages.py` measures it.
+    loses: int = 0
+    #: It sends whole parameters, and no fragment of them.
+    is_whole: bool = False
+    #: What a local run with it takes where its configuration says nothing: as the method was published.
+    local: Mapping[str, float] = field(default_factory=lambda: DILOCO)
 
+
+#: DiLoCo, arXiv 2311.08105, section 3.1: H is for the user to choose.
+DILOCO: Mapping[str, float] = {"inner_steps": 0, "outer_learning_rate": 0.7, "outer_momentum": 0.9, "fragments": 1}
+#: CocktailSGD, ICML 2023: copies meet after each update, in a tenth of the elements, and there is no outer optimizer.
+COCKTAIL: Mapping[str, float] = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "fragments": 10}
 
 OPTIMIZER_FACTS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(),
@@ -39,9 +51,12 @@ OPTIMIZER_FACTS: dict[str, OptimizerFacts] = {
 }
 
 COMPRESSOR_FACTS: dict[str, CompressorFacts] = {
-    **dict.fromkeys(("none", "fp16", "bf16", "8bit", "int8", "uniform8"), CompressorFacts()),
-    "powersgd": CompressorFacts(keeps_back=True, unfit={"local": "is for gradients (mode 'sync'); mode 'local' has 'cocktail'"}),
-    "cocktail": CompressorFacts(keeps_back=True, unfit={"sync": "sends differences of models: it needs mode 'local'"}),
+    **dict.fromkeys(("none", "fp16", "bf16", "8bit", "int8"), CompressorFacts()),
+    "uniform8": CompressorFacts(loses=36),
+    "powersgd": CompressorFacts(keeps_back=True, loses=40, is_whole=True),
+    "cocktail": CompressorFacts(
+        keeps_back=True, loses=97, unfit={"sync": "sends differences of models: it needs mode 'local'"}, local=COCKTAIL
+    ),
 }
 
 #: `RunConfig.compression` -> the relative error of one rounding of activations and their gradients.

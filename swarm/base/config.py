@@ -8,15 +8,16 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from swarm.base.choices import COMPRESSOR_FACTS, OPTIMIZER_FACTS, ROUNDING, compressor_facts, one_of, optimizer_facts
+from swarm.base.choices import COMPRESSOR_FACTS, DILOCO, OPTIMIZER_FACTS, ROUNDING, compressor_facts, one_of, optimizer_facts
 from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
 from swarm.base.ids import MAX_TICKETS, RunId
+from swarm.base.lora import Lora
 from swarm.base.timing import TIMING_PRESETS, Timing
 
 #: What an option is for, as another field and its values that use it; `parse_config` refuses to set it beside others.
@@ -26,39 +27,29 @@ BELONGS_TO: dict[str, tuple[str, tuple[str, ...]]] = {
     "cocktail_top": ("average_compression", ("cocktail",)),
     "clip_radius": ("aggregation", ("centered_clip",)),
     "inner_batch_size": ("mode", ("local",)),
+    "inner_steps": ("mode", ("local",)),
     "outer_learning_rate": ("mode", ("local",)),
     "outer_momentum": ("mode", ("local",)),
     "fragments": ("mode", ("local",)),
 }
 
 #: Fields that runs had not at first. One that is empty is not written: so a run from before has the bytes, and the id, it had.
-_LATER_FIELDS = ("no_decay",)
+_LATER_FIELDS = ("no_decay", "inner_steps")
 #: What `no_decay` is for a new run that does not say.
 NEW_NO_DECAY = ("norms", "biases")
 #: Fields that may name the owner's own code.
 _MAY_IMPORT = ("model", "optimizer", "average_compression")
 
 
-class Lora(BaseModel):
-    """Adapters of low rank that are trained instead of the model (arXiv 2106.09685)."""
+def _published(option: str) -> Callable[[dict[str, Any]], Any]:
+    """The default of an option of local runs: what the compressor was published with."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    def default(said: dict[str, Any]) -> float:
+        if said.get("mode") != "local" or (option == "inner_steps" and said.get("inner_batch_size")):
+            return DILOCO[option]
+        return compressor_facts(said.get("average_compression", "none")).local[option]
 
-    r: int = Field(8, ge=1, le=4096, description="rank")
-    alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied with alpha / r")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout before the adapter")
-    bits: Literal[4, 8] | None = Field(None, description="keep the frozen linear layers in so many bits (4 needs a GPU)")
-    targets: tuple[str, ...] = Field((), description="last parts of layers' names; all linear ones but the head if empty")
-
-    @field_validator("bits", mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        return int(value) if isinstance(value, str) and value.isdigit() else value
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        return [part for part in value.split("+") if part] if isinstance(value, str) else value
+    return default
 
 
 class RunConfig(BaseModel):
@@ -106,9 +97,14 @@ class RunConfig(BaseModel):
         description="parameters without weight decay: norms, biases, patterns such as *.embed_tokens.*; a new run has "
         "norms,biases, and one from before there was a choice none",
     )
-    max_grad_norm: float = Field(1.0, ge=1e-6, description="global gradient norm over all stages is clipped to this")
+    max_grad_norm: float = Field(
+        1.0,
+        ge=1e-6,
+        description="global gradient norm over all stages is clipped to this; mode local: that of an inner update at each stage "
+        "by itself, so that all of it may reach the root of num_stages times this",
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("cosine", description="shape after the warm-up")
-    warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up")
+    warmup_steps: int = Field(5, ge=0, description="steps of linear warm-up; inner ones with inner_steps")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="learning rate at the end, as a part of the peak")
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = Field("fp32", description="compute copy; masters are fp32 or wider")
     compression: Annotated[str, AfterValidator(one_of(ROUNDING, or_own=False))] = Field(
@@ -118,9 +114,10 @@ class RunConfig(BaseModel):
         "none",
         max_length=200,
         examples=[*COMPRESSOR_FACTS],
-        description="averages on the wire; 8bit has a step for each 64 values, int8 for each 4,096, uniform8 keeps sums; "
-        "powersgd sends thin matrices, cocktail (mode local) the largest differences in 4 bits; package.module:name is the "
-        "owner's own",
+        description="averages on the wire; 8bit has a step for each 64 values, int8 for each 4,096; uniform8 keeps sums and "
+        f"loses {COMPRESSOR_FACTS['uniform8'].loses} % of a real gradient's norm; powersgd sends thin matrices "
+        f"({COMPRESSOR_FACTS['powersgd'].loses} % comes later), cocktail (mode local) the largest differences in 4 bits "
+        f"({COMPRESSOR_FACTS['cocktail'].loses} % comes later); package.module:name is the owner's own",
     )
     powersgd_rank: int = Field(4, ge=1, le=1024, description="columns of the thin matrices of powersgd")
     cocktail_top: float = Field(0.2, ge=1e-4, le=1, description="part of a fragment's elements that cocktail sends")
@@ -144,13 +141,31 @@ class RunConfig(BaseModel):
     inner_batch_size: int = Field(
         0,
         ge=0,
-        description="mode local: samples after which a peer updates its own copy; H updates by P peers of a stage "
-        "take a target_batch_size of H * P times as many",
+        description="mode local, in place of inner_steps: a peer updates its own copy after so many samples of its own, so "
+        "that the fewer peers there are, the more inner steps it takes; the schedule counts outer steps",
     )
-    outer_learning_rate: float = Field(0.7, ge=1e-6, le=10, description="mode local: of the outer SGD with Nesterov momentum")
-    outer_momentum: float = Field(0.9, ge=0, lt=1, description="mode local: of the outer SGD")
+    inner_steps: int = Field(
+        default_factory=_published("inner_steps"),
+        ge=0,
+        le=MAX_TICKETS,
+        description="mode local: updates of each peer's own copy in an outer step (H), however many peers there are; of "
+        "each part of target_batch_size / inner_steps samples a peer takes an update with those that it computed. The "
+        "learning rate and warmup_steps count inner steps; 1 with cocktail",
+    )
+    outer_learning_rate: float = Field(
+        default_factory=_published("outer_learning_rate"),
+        ge=1e-6,
+        le=10,
+        description="mode local: of the outer SGD with Nesterov momentum; 1 with cocktail",
+    )
+    outer_momentum: float = Field(
+        default_factory=_published("outer_momentum"), ge=0, lt=1, description="mode local: of the outer SGD; 0 with cocktail"
+    )
     fragments: int = Field(
-        1, ge=1, le=4096, description="mode local: each step averages one of so many parts of the parameters, in turn"
+        default_factory=_published("fragments"),
+        ge=1,
+        le=4096,
+        description="mode local: each step averages one of so many parts of the parameters, in turn; 10 with cocktail",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seeds initial values, data order and dropout")
     delay_steps: int = Field(0, ge=0, le=1, description="1 overlaps averaging with the next step")
@@ -238,16 +253,25 @@ class RunConfig(BaseModel):
     def _check_mode(self) -> None:
         """What goes together is the table in averaging/MODES.md."""
         if self.mode == "local":
-            if self.inner_batch_size == 0 or self.inner_batch_size % self.micro_batch_size:
+            if bool(self.inner_batch_size) == bool(self.inner_steps):
+                both = f"{self.inner_steps} and {self.inner_batch_size}"
+                raise ValueError(f"mode 'local' needs either inner_steps or inner_batch_size, not {both}: leave one at 0")
+            if self.inner_steps and self.tickets_per_step % self.inner_steps:
                 raise ValueError(
-                    f"mode 'local' needs an inner_batch_size that is a multiple of micro_batch_size {self.micro_batch_size}, "
-                    f"not {self.inner_batch_size}"
+                    f"target_batch_size {self.target_batch_size} is not a multiple of {self.inner_steps} inner_steps times "
+                    f"micro_batch_size {self.micro_batch_size}"
+                )
+            if self.inner_batch_size % self.micro_batch_size:
+                raise ValueError(
+                    f"inner_batch_size {self.inner_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
                 )
             if self.inner_batch_size > self.target_batch_size:
                 raise ValueError(
                     f"inner_batch_size {self.inner_batch_size} is above target_batch_size {self.target_batch_size}: no "
                     "peer would ever update its copy before the step ends"
                 )
+            if self.fragments > 1 and compressor_facts(self.average_compression).is_whole:
+                raise ValueError(f"average_compression {self.average_compression!r} sends whole matrices: it excludes fragments")
             if self.fragments > self.total_steps:
                 raise ValueError(
                     f"{self.fragments} fragments in {self.total_steps} steps: each step averages one; some would never be shared"
@@ -255,13 +279,19 @@ class RunConfig(BaseModel):
             if self.delay_steps:
                 raise ValueError("mode 'local' excludes delay_steps: a peer never waits for others between its own updates")
             return
-        if self.inner_batch_size or self.fragments > 1:
-            raise ValueError(_belongs(self, "inner_batch_size" if self.inner_batch_size else "fragments"))
+        for option in ("inner_batch_size", "inner_steps", "fragments"):
+            if getattr(self, option) != default_of(option):
+                raise ValueError(_belongs(self, option))
 
     @property
     def imports(self) -> dict[str, str]:
         """The owner's own code that the run names: field -> `package.module:name`."""
         return {field: name for field in _MAY_IMPORT if is_dotted(name := getattr(self, field))}
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates that one step counts for in the schedule."""
+        return self.inner_steps or 1
 
     @property
     def tickets_per_step(self) -> int:
@@ -291,11 +321,16 @@ def run_id_of(config_bytes: bytes) -> RunId:
     return hashlib.sha256(b"swarm run\0" + config_bytes).hexdigest()
 
 
+def default_of(option: str) -> Any:
+    """What a synchronous run has for `option` if nothing is said."""
+    return RunConfig.model_fields[option].get_default(call_default_factory=True, validated_data={})
+
+
 def _belongs(config: RunConfig, option: str) -> str:
     """Why `option` is of no use in `config`, and what to do."""
     field, values = BELONGS_TO[option]
     what = " or ".join(map(repr, values))
-    default = RunConfig.model_fields[option].default
+    default = default_of(option)
     return (
         f"{option} belongs to {field} {what}, and {field} is {getattr(config, field)!r}: leave it at {default:g} or set {field}"
     )
@@ -305,7 +340,7 @@ def _unused(config: RunConfig, given: Iterable[str]) -> str:
     """What is wrong with the first of the fields `given` that is set to something and that nothing uses, or ""."""
     for option in BELONGS_TO:
         field, values = BELONGS_TO[option]
-        is_set = option in given and getattr(config, option) != RunConfig.model_fields[option].default
+        is_set = option in given and getattr(config, option) != default_of(option)
         if is_set and getattr(config, field) not in values:
             return _belongs(config, option)
     return ""

@@ -57,8 +57,8 @@ class Accumulator:
         #: Their gradients that are not in the sum yet: fewer than `MAX_TOGETHER`.
         self._waiting: list[Summand] = []
 
-    def version_for(self, version: Version) -> Version:
-        """The version that the next ticket of this step computes with, if the step builds on `version`."""
+    def version_for(self, version: Version, index: int) -> Version:
+        """The version that ticket `index` of this step computes with, if the step builds on `version`."""
         return version
 
     def add(

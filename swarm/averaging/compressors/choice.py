@@ -30,7 +30,7 @@ def _in_code(code: Code) -> MakeCompressor:
 
 
 def _powersgd(config: RunConfig, layout: Layout) -> Compressor:
-    return PowerSgd(layout, rank=config.powersgd_rank, seed=config.seed)
+    return PowerSgd(layout, rank=config.powersgd_rank, seed=config.seed, in_copy=config.mode == "local")
 
 
 def _cocktail(config: RunConfig, layout: Layout) -> Compressor:

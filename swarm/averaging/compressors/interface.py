@@ -52,7 +52,7 @@ class Compressor(Protocol):
 
     @property
     def residual(self) -> torch.Tensor | None:
-        """What this peer has and the others have not heard of, [N], in the units of its contributions; None: nothing."""
+        """Where this peer's own copy begins the next step of a local run, [N] as `shared - own`; None: with what all share."""
 
     def compress(self, contribution: Contribution) -> Compression:
         """Begin the exchanges of one attempt; nothing here changes before `adopt`."""

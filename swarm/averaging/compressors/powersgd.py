@@ -1,14 +1,16 @@
 """PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1): each matrix as a product of two thin ones, with error feedback.
 
-M is the gradient plus the residual. The group sums P = M Q, everyone orthonormalises it alike, the group sums Q = M^T P,
-and the average is P Q^T. A peer keeps the residual M - P Q_own^T of its own matrix, the local form, which stays bounded
-when members come and go. Q starts from the last committed one; a newcomer, and the first step, draw it from the run's seed.
+M is the gradient plus the error. The group sums P = M Q, everyone orthonormalises it alike, the group sums Q = M^T P, and the
+average is P Q^T. A peer keeps the error M - P Q_own^T of its own matrix, the local form, which stays bounded when members
+come and go: who leaves takes its error with it, who comes has none. In a local run the error stays in the peer's own copy, as
+what others have not heard of: its next contribution has it in it.
+Q starts from the last committed one; a newcomer, and the first step, draw it from the run's seed.
 Vectors, and matrices that would not get smaller, travel as they are, in the first exchange.
 
 Everyone must end on the same bits: what is the same for all (the sums) goes through elementwise operations and sums in a
 fixed order only, never through a matrix product, whose order depends on the machine.
 
-Invariant: average + mean of residuals = mean of M, whatever Q is.
+Invariant: average + mean of errors = mean of M, whatever Q is.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Feedback:
-    residual: torch.Tensor | None
+    error: torch.Tensor | None
     factors: list[torch.Tensor]
 
 
@@ -49,17 +51,19 @@ class PowerSgd:
 
     keeps_back: ClassVar[bool] = True
 
-    def __init__(self, layout: Layout, *, rank: int, seed: int) -> None:
+    def __init__(self, layout: Layout, *, rank: int, seed: int, in_copy: bool = False) -> None:
         """Have nothing kept back yet.
 
         Args:
             layout: of the flat vector.
             rank: columns of the thin matrices.
             seed: of the run: the first Q is the same at every peer.
+            in_copy: contributions are tokens times what a copy moved by, and the copy keeps the error.
         """
         self._num_elements = layout.num_elements
         self._rank = rank
         self._seed = seed
+        self._in_copy = in_copy
         self._matrices: list[_Matrix] = []
         #: Elements `start:end` that travel as they are.
         self._rest: list[tuple[int, int]] = []
@@ -70,9 +74,14 @@ class PowerSgd:
                 self._matrices.append(_Matrix(start, end, rows, columns))
             else:
                 self._rest.append((start, end))
-        #: [N]: what the others have not heard of; None: nothing.
-        self.residual: torch.Tensor | None = None
+        #: [N]: what the others have not heard of, in units of contributions, or of the copy that keeps it; None: nothing.
+        self.error: torch.Tensor | None = None
         self._factors: list[torch.Tensor] = []
+
+    @property
+    def residual(self) -> torch.Tensor | None:
+        """See `Compressor`."""
+        return self.error if self._in_copy else None
 
     def _first_factors(self, dtype: torch.dtype) -> list[torch.Tensor]:
         if not self._factors:
@@ -86,10 +95,10 @@ class PowerSgd:
         flat = contribution.flat
         mine = None
         if flat is not None:
-            mine = flat if self.residual is None else flat + self.residual
+            mine = flat if self.error is None or self._in_copy else flat + self.error
         if len(contribution.tokens) == 1:  # nothing travels
             whole = yield GroupVector(self._num_elements, mine)
-            return Compressed(whole.total, _Feedback(None if mine is not None else self.residual, self._factors))
+            return Compressed(whole.total, _Feedback(None if mine is not None else self.error, self._factors))
         if mine is not None:
             right = self._first_factors(mine.dtype)
             lefts = [(x.of(mine) @ factor).view(-1) for x, factor in zip(self._matrices, right, strict=True)]
@@ -110,12 +119,14 @@ class PowerSgd:
             at += end - start
         for x, p, q in zip(self._matrices, left, right, strict=True):
             x.of(total).copy_(_product(p, q))
-        residual = self.residual
+        error = self.error
         if mine is not None and own is not None:
-            residual = torch.zeros_like(mine)
+            error = torch.zeros_like(mine)
             for x, p, q in zip(self._matrices, left, own, strict=True):
-                x.of(residual).copy_(x.of(mine) - p @ q.T)
-        return Compressed(total, _Feedback(residual, right))
+                x.of(error).copy_(x.of(mine) - p @ q.T)
+            if self._in_copy:
+                error /= contribution.tokens[contribution.me]
+        return Compressed(total, _Feedback(error, right))
 
     @property
     def _num_lefts(self) -> int:
@@ -134,11 +145,11 @@ class PowerSgd:
 
     def adopt(self, state: _Feedback) -> None:
         """Keep what the committed compression left unsent."""
-        self.residual, self._factors = state.residual, state.factors
+        self.error, self._factors = state.error, state.factors
 
     def forget(self) -> None:
         """Drop what was kept back."""
-        self.residual, self._factors = None, []
+        self.error, self._factors = None, []
 
 
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:

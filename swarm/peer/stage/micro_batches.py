@@ -217,7 +217,7 @@ class MicroBatchServer:
             work.queue_s = loop.time() - came_at
             work.transition("forward")
             forward = await self._executor.run(
-                lambda: self._forward_job(work, state.accumulator.version_for(version)), Priority.FORWARD
+                lambda: self._forward_job(work, state.accumulator.version_for(version, index)), Priority.FORWARD
             )
             activation, sent, forward_time = forward.value
             work.queue_s += forward.queue_s

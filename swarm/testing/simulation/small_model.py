@@ -147,10 +147,12 @@ class PlainResult:
     grad_norms: list[float]
 
 
-def add_gradients(stages: Sequence[torch.nn.Module], feed: FeedLike, config: RunConfig, step: int) -> tuple[float, int]:
-    """Sums over a step's tickets: of gradients into `stages`, of loss and tokens as the result."""
+def add_gradients(
+    stages: Sequence[torch.nn.Module], feed: FeedLike, config: RunConfig, step: int, indexes: Iterable[int] | None = None
+) -> tuple[float, int]:
+    """Sums over a step's tickets (all, or those of `indexes`): of gradients into `stages`, of loss and tokens as the result."""
     loss_sum, tokens = 0.0, 0
-    for index in range(config.tickets_per_step):
+    for index in range(config.tickets_per_step) if indexes is None else indexes:
         batch = feed.batch(Ticket(step, index))
         boundary: Tensors = {n: torch.from_numpy(a) for n, a in batch.inputs.items()}
         labels = {n: torch.from_numpy(a) for n, a in batch.labels.items()}

@@ -21,6 +21,7 @@ COCKTAIL = {
     "outer_learning_rate": 1.0,
     "outer_momentum": 0.0,
 }
+THIN_DIFFERENCES = {"inner_batch_size": 0, "inner_steps": 4, "average_compression": "powersgd", "powersgd_rank": 1}
 POWERSGD = {"mode": "sync", "inner_batch_size": 0, "average_compression": "powersgd", "powersgd_rank": 1, "learning_rate": 0.02}
 
 
@@ -38,7 +39,7 @@ def replicas(simulation):
 
 
 def one_process_diloco(config, num_steps):
-    """H = 1 in plain torch: one AdamW step from the shared parameters, and Nesterov's outer step; clipped stage by stage."""
+    """In plain torch: AdamW steps from the shared parameters, and Nesterov's outer step; clipped stage by stage."""
     stages = [SmallStage(k, config.num_stages, torch.float64) for k in range(config.num_stages)]
     optimizers = [
         torch.optim.AdamW(
@@ -53,14 +54,20 @@ def one_process_diloco(config, num_steps):
     feed, losses = SmallFeed(config), []
     for step in range(num_steps):
         before = [[p.detach().clone() for p in s.parameters()] for s in stages]
-        loss_sum, tokens = add_gradients(stages, feed, config, step)
-        losses.append(loss_sum / tokens)
-        for stage, inner, sgd, old in zip(stages, optimizers, outer, before, strict=True):
-            for p in stage.parameters():
-                p.grad /= tokens
-            torch.nn.utils.clip_grad_norm_(stage.parameters(), config.max_grad_norm)
-            inner.param_groups[0]["lr"] = learning_rate(config, step)
-            inner.step()
+        in_all = [0.0, 0]
+        per_update = config.tickets_per_step // config.inner_steps
+        for h in range(config.inner_steps):
+            loss_sum, tokens = add_gradients(stages, feed, config, step, range(h * per_update, (h + 1) * per_update))
+            in_all = [in_all[0] + loss_sum, in_all[1] + tokens]
+            for stage, inner in zip(stages, optimizers, strict=True):
+                for p in stage.parameters():
+                    p.grad /= tokens
+                torch.nn.utils.clip_grad_norm_(stage.parameters(), config.max_grad_norm)
+                inner.param_groups[0]["lr"] = learning_rate(config, step, h)
+                inner.step()
+                inner.zero_grad()
+        losses.append(in_all[0] / in_all[1])
+        for stage, sgd, old in zip(stages, outer, before, strict=True):
             for p, o in zip(stage.parameters(), old, strict=True):
                 p.grad = o - p.detach()
                 with torch.no_grad():
@@ -71,13 +78,15 @@ def one_process_diloco(config, num_steps):
     return losses, torch.cat([p.detach().reshape(-1) for s in stages for p in s.parameters()])
 
 
-def test_one_peer_with_one_inner_step_is_diloco_of_one_process():
-    config = local_config(precision="fp64", inner_batch_size=32)
+@pytest.mark.parametrize("inner_steps", [1, 4])
+def test_one_peer_is_diloco_of_one_process(inner_steps):
+    config = local_config(precision="fp64", inner_batch_size=0, inner_steps=inner_steps, warmup_steps=6)
     losses, parameters = one_process_diloco(config, config.total_steps)
 
     async def main():
         simulation = Simulation(config)
-        await simulation.start(peers_per_stage=1, trainers=1)
+        await simulation.start(peers_per_stage=1, trainers=0)
+        await simulation.add_trainer("trainer0", in_flight=1)
         await simulation.finish()
         result = simulation.records(), simulation.parameters()
         await simulation.close()
@@ -90,7 +99,7 @@ def test_one_peer_with_one_inner_step_is_diloco_of_one_process():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"fragments": 3}, {"average_compression": "fp16"}, COCKTAIL, POWERSGD, {**POWERSGD, "delay_steps": 1}],
+    [{}, {"fragments": 3}, {"average_compression": "fp16"}, COCKTAIL, THIN_DIFFERENCES, POWERSGD, {**POWERSGD, "delay_steps": 1}],
     ids=lambda c: "-".join(map(str, c.values())) or "diloco",
 )
 def test_replicas_are_identical_and_the_loss_falls(changes):
@@ -112,7 +121,7 @@ def test_replicas_are_identical_and_the_loss_falls(changes):
 @pytest.mark.parametrize("seed", range(2000, 2004))
 def test_every_step_commits_and_replicas_are_identical_under_random_faults(seed):
     """Kills, cuts, hangs, restarts, moves: no ticket moves two copies, none is missing from a record."""
-    changes = [{}, COCKTAIL, {"fragments": 2}, POWERSGD]
+    changes = [{}, COCKTAIL, THIN_DIFFERENCES, POWERSGD]
     config = local_config(total_steps=4, timing={"rebalance_every_s": 0.0}, **changes[seed % 4])
     schedule = Schedule.draw(seed)
 
@@ -135,8 +144,9 @@ def test_every_step_commits_and_replicas_are_identical_under_random_faults(seed)
     assert [len(stage) for stage in run_checked(main())] == [1, 1, 1]
 
 
-def test_a_peer_that_dies_takes_what_it_had_not_sent_with_it_and_the_run_goes_on(caplog):
-    config = local_config(total_steps=8, **COCKTAIL)
+@pytest.mark.parametrize("changes", [COCKTAIL, THIN_DIFFERENCES])
+def test_a_peer_that_dies_takes_what_it_had_not_sent_with_it_and_the_run_goes_on(caplog, changes):
+    config = local_config(total_steps=8, **changes)
 
     async def main():
         simulation = Simulation(config, seed=2)

@@ -76,7 +76,7 @@ def test_the_oracle_of_powersgd() -> None:
     flats = [torch.tensor([2.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 2.0])]
     mean = one_round(list(compressors), list(flats)) / 2
     assert torch.allclose(mean, torch.full((4,), 0.5))
-    residual = sum(c.residual for c in compressors if c.residual is not None) / 2
+    residual = sum(c.error for c in compressors if c.error is not None) / 2
     assert torch.allclose(residual, torch.tensor([0.5, -0.5, -0.5, 0.5]))
 
 
@@ -95,7 +95,7 @@ def test_average_and_residuals_add_up_to_what_was_given(num: int, rank: int, see
         flats: list[torch.Tensor | None] = [torch.randn(layout.num_elements, generator=generator) for _ in range(num)]
         if missing:
             flats[step % num] = None
-        residuals = [c.residual for c in compressors]
+        residuals = [c.error for c in compressors]
         factors = [f.double().numpy() for f in compressors[0]._first_factors(torch.float32)]
         average = one_round(list(compressors), flats, step=step)
         given_now = sum(flat for flat in flats if flat is not None)
@@ -109,8 +109,30 @@ def test_average_and_residuals_add_up_to_what_was_given(num: int, rank: int, see
 
 
 def _residuals(compressors: list[PowerSgd], layout: Layout) -> torch.Tensor:
-    kept = [c.residual for c in compressors if c.residual is not None]
+    kept = [c.error for c in compressors if c.error is not None]
     return sum(kept, torch.zeros(layout.num_elements))
+
+
+def test_in_a_local_run_the_copies_keep_the_error_whoever_joins_or_leaves() -> None:
+    """mean(x_i) is the same before and after each step (outer rate 1), weighted by tokens; a newcomer begins with none."""
+    layout = layout_of(*SHAPES)
+    compressors = [PowerSgd(layout, rank=2, seed=1, in_copy=True) for _ in range(3)]
+    outer, tokens = torch.randn(layout.num_elements), [3, 1, 4]
+    weights = [n / sum(tokens) for n in tokens]
+
+    def copies() -> list[torch.Tensor]:
+        return [outer if c.residual is None else outer - c.residual for c in compressors]
+
+    for step in range(4):
+        if step == 2:
+            compressors = [*compressors[:2], PowerSgd(layout, rank=2, seed=1, in_copy=True)]
+            assert compressors[2].residual is None
+        moved = [x + 0.1 * torch.randn(layout.num_elements) for x in copies()]
+        flats: list[torch.Tensor | None] = [(outer - x) * n for x, n in zip(moved, tokens, strict=True)]
+        outer = outer - one_round(list(compressors), flats, step=step, tokens=tokens) / sum(tokens)
+        after = sum(w * x for w, x in zip(weights, copies(), strict=True))
+        assert torch.allclose(after, sum(w * x for w, x in zip(weights, moved, strict=True)), atol=1e-4)
+        assert all(c.residual is not None for c in compressors)
 
 
 def test_only_matrices_that_get_smaller_are_compressed_and_the_rest_is_exact() -> None:
@@ -126,10 +148,10 @@ def test_only_matrices_that_get_smaller_are_compressed_and_the_rest_is_exact() -
 def test_one_member_alone_loses_nothing() -> None:
     layout = layout_of(*SHAPES)
     compressor = PowerSgd(layout, rank=1, seed=1)
-    compressor.residual = torch.ones(layout.num_elements)
+    compressor.error = torch.ones(layout.num_elements)
     flat = torch.randn(layout.num_elements)
     assert torch.equal(one_round([compressor], [flat]), flat + 1)
-    assert compressor.residual is None
+    assert compressor.error is None
 
 
 def test_a_failed_attempt_changes_nothing() -> None:
@@ -137,7 +159,7 @@ def test_a_failed_attempt_changes_nothing() -> None:
     compressors = [PowerSgd(layout, rank=1, seed=1) for _ in range(2)]
     flats: list[torch.Tensor | None] = [torch.randn(layout.num_elements) for _ in range(2)]
     first = one_round(list(compressors), flats, adopt=False)
-    assert all(c.residual is None for c in compressors)
+    assert all(c.error is None for c in compressors)
     assert torch.equal(one_round(list(compressors), flats), first)
 
 

@@ -116,7 +116,7 @@ def test_a_copy_moves_alike_by_gradients_whose_memory_is_only_borrowed() -> None
     plain, borrowed = (accumulator_of(own_of(config)) for _ in range(2))
     place = torch.empty(8)
     for accumulator in (plain, borrowed):
-        accumulator.version_for(outer_of(config, theta))
+        accumulator.version_for(outer_of(config, theta), 0)
     for index in range(4):
         gradient = torch.randn(8)
         add(plain, index, gradient)
@@ -138,7 +138,7 @@ def test_with_one_inner_step_of_sgd_it_is_data_parallel_sgd() -> None:
     accumulators = [accumulator_of(own_of(config, Sgd)) for _ in range(3)]
     for index in range(8):
         accumulator = accumulators[[0, 0, 0, 0, 1, 1, 2, 1][index]]
-        accumulator.version_for(outer_of(config, theta))
+        accumulator.version_for(outer_of(config, theta), index)
         add(accumulator, index, gradients[index])
     total = torch.zeros(8)
     for accumulator in accumulators:
@@ -157,7 +157,7 @@ def test_a_copy_moves_as_torchs_adamw_does_and_moments_go_on_after_the_commit() 
     )
     for step in range(2):
         accumulator = accumulator_of(own, step)
-        accumulator.version_for(outer_of(config, theta))
+        accumulator.version_for(outer_of(config, theta), 0)
         with torch.no_grad():
             plain.copy_(theta)
         for index in range(5):  # two inner steps of two tickets, and what is left
@@ -183,11 +183,11 @@ def test_a_copy_moves_as_torchs_adamw_does_and_moments_go_on_after_the_commit() 
 def test_tickets_compute_with_the_newest_copy() -> None:
     config = config_of()
     accumulator, outer = accumulator_of(own_of(config)), outer_of(config, torch.zeros(8))
-    assert accumulator.version_for(outer) is outer
+    assert accumulator.version_for(outer, 0) is outer
     add(accumulator, 0, torch.ones(8))
-    assert accumulator.version_for(outer) is outer
+    assert accumulator.version_for(outer, 0) is outer
     add(accumulator, 1, torch.ones(8))
-    moved = accumulator.version_for(outer)
+    moved = accumulator.version_for(outer, 0)
     assert (moved.masters != 0).all()
     assert moved.version_id == outer.version_id
 
@@ -195,7 +195,7 @@ def test_tickets_compute_with_the_newest_copy() -> None:
 def test_an_attempt_that_is_opened_again_goes_on_from_the_copy() -> None:
     config = config_of()
     accumulator, outer = accumulator_of(own_of(config)), outer_of(config, torch.zeros(8))
-    accumulator.version_for(outer)
+    accumulator.version_for(outer, 0)
     add(accumulator, 0, torch.ones(8))
     accumulator.freeze(Attempt(n=1))
     first = accumulator.contribution()
@@ -213,7 +213,7 @@ def test_what_does_not_count_has_not_moved_the_copy(how: str) -> None:
     config = config_of(inner_batch_size=4)
     own = own_of(config)
     accumulator, outer = accumulator_of(own), outer_of(config, torch.zeros(8))
-    accumulator.version_for(outer)
+    accumulator.version_for(outer, 0)
     add(accumulator, 0, torch.ones(8))
     if how == "discarded":
         accumulator.discard()
@@ -224,7 +224,7 @@ def test_what_does_not_count_has_not_moved_the_copy(how: str) -> None:
         accumulator.freeze(Attempt(n=1))
         assert not accumulator.ledger.entries
     assert accumulator.contribution() is None
-    assert accumulator.version_for(outer) is outer
+    assert accumulator.version_for(outer, 0) is outer
     assert own.inner is None
 
 
@@ -232,6 +232,66 @@ def test_what_was_not_sent_stays_in_the_copy() -> None:
     config = config_of(fragments=2)
     own = own_of(config)
     own.compressor.residual = torch.full((8,), 0.5)
-    assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8))).masters, torch.full((8,), 0.5))
+    assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8)), 0).masters, torch.full((8,), 0.5))
     own.forget()
-    assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8))).masters, torch.ones(8))
+    assert torch.equal(accumulator_of(own).version_for(outer_of(config, torch.ones(8)), 0).masters, torch.ones(8))
+
+
+class Rates(Sgd):
+    """Plain descent that notes its learning rates."""
+
+    seen: list[float]
+
+    def update(self, masters, total, state, *, step, learning_rate, factor=1.0):  # type: ignore[no-untyped-def]
+        self.seen.append(learning_rate)
+        return super().update(masters, total, state, step=step, learning_rate=learning_rate, factor=factor)
+
+
+def rates_of(config: RunConfig, num_peers: int, steps: int = 2) -> list[list[float]]:
+    """The learning rate of each update of each peer; tickets go to the peers in turn."""
+    owns = [own_of(config, Rates) for _ in range(num_peers)]
+    for own in owns:
+        own.optimizer.seen = []  # type: ignore[attr-defined]
+    for step in range(steps):
+        accumulators = [accumulator_of(own, step) for own in owns]
+        for index in range(config.tickets_per_step):
+            accumulator = accumulators[index % num_peers]
+            accumulator.version_for(outer_of(config, torch.zeros(8)), index)
+            add(accumulator, index, torch.ones(8))
+        for accumulator in accumulators:
+            accumulator.freeze(Attempt(n=1))
+    return [own.optimizer.seen for own in owns]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 4])
+def test_each_peer_takes_the_inner_steps_however_many_there_are_and_the_schedule_counts_them(num_peers: int) -> None:
+    config = config_of(inner_batch_size=0, inner_steps=4, target_batch_size=64, warmup_steps=3, total_steps=2)
+    expected = [learning_rate(config, step, inner) for step in range(2) for inner in range(4)]
+    assert expected[:3] == pytest.approx([config.learning_rate * part / 3 for part in (1, 2, 3)])
+    assert learning_rate(config, 1) == expected[4]
+    assert rates_of(config, num_peers) == [expected] * num_peers
+
+
+def test_samples_of_a_peers_own_leave_inner_steps_to_the_number_of_peers() -> None:
+    config = config_of(inner_batch_size=8, target_batch_size=64, warmup_steps=1, total_steps=2)
+    assert [len(seen) for seen in rates_of(config, 2)] == [8, 8]
+    assert [len(seen) for seen in rates_of(config, 4)] == [4, 4, 4, 4]
+    assert rates_of(config, 4)[0] == [learning_rate(config, 0)] * 2 + [learning_rate(config, 1)] * 2
+
+
+def test_an_inner_step_waits_for_micro_batches_that_have_begun_but_not_for_ever() -> None:
+    """Of the first inner step 0 and 2 come here, and 2 is late: it counts in the next one."""
+    config = config_of(inner_batch_size=0, inner_steps=2, target_batch_size=32)
+    accumulator, outer = accumulator_of(own_of(config)), outer_of(config, torch.zeros(8))
+    accumulator.version_for(outer, 0)
+    accumulator.version_for(outer, 2)
+    add(accumulator, 0, torch.ones(8))
+    assert accumulator.version_for(outer, 4) is outer, "2 may still come"
+    add(accumulator, 4, torch.ones(8))
+    moved = accumulator.version_for(outer, 6)
+    assert (moved.masters != 0).all(), "4 is of the second inner step: the first is over"
+    add(accumulator, 2, torch.ones(8))
+    accumulator.freeze(Attempt(n=1))
+    assert len(accumulator.ledger.entries) == 3
+    assert accumulator._inner is not None
+    assert accumulator._inner.num_updates == 2

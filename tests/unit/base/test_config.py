@@ -56,6 +56,7 @@ OTHER_VALUES: dict[str, object] = {
     "max_group": 8,
     "mode": "local",
     "inner_batch_size": 8,
+    "inner_steps": 2,
     "aggregation": "centered_clip",
     "clip_radius": 0.5,
     "outer_learning_rate": 0.5,
@@ -67,6 +68,7 @@ _LOCAL: dict[str, object] = {"mode": "local", "inner_batch_size": 8}
 #: What a field needs beside it.
 TOGETHER: dict[str, dict[str, object]] = {
     "mode": {"inner_batch_size": 8},
+    "inner_steps": {"mode": "local"},
     "inner_batch_size": {"mode": "local"},
     "fragments": _LOCAL,
     "outer_learning_rate": _LOCAL,
@@ -220,7 +222,7 @@ def test_the_run_id_changes_with_any_field(field: str) -> None:
     else:
         assert getattr(base, field) != OTHER_VALUES[field]
         beside = TOGETHER.get(field, {})
-        base = parse_config({} if field in ("mode", "inner_batch_size") else beside, where="x")
+        base = parse_config({} if field in ("mode", "inner_batch_size", "inner_steps") else beside, where="x")
         other = parse_config({field: OTHER_VALUES[field], **beside}, where="x")
     assert run_id_of(other.to_bytes()) != run_id_of(base.to_bytes())
 

@@ -9,7 +9,7 @@ import pytest
 
 import swarm.averaging
 from swarm.base.choices import COMPRESSOR_FACTS
-from swarm.base.config import BELONGS_TO, RunConfig, parse_config, parse_config_bytes
+from swarm.base.config import BELONGS_TO, RunConfig, default_of, parse_config, parse_config_bytes
 from swarm.base.errors import ConfigError
 
 TABLE = Path(swarm.averaging.__file__).parent / "MODES.md"
@@ -54,7 +54,7 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
             "average_compression": code,
             "fragments": 2 if split else 1,
             "aggregation": aggregation,
-            "inner_batch_size": 8 if mode == "local" else 0,
+            "inner_steps": 2 if mode == "local" else 0,
         }
         assert ((mode, delay, code, split, aggregation) in table) == is_allowed(data), data
 
@@ -62,12 +62,18 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"mode": "local"}, "needs an inner_batch_size that is a multiple of micro_batch_size 8, not 0"),
-        ({"mode": "local", "inner_batch_size": 12}, "multiple of micro_batch_size 8, not 12"),
+        ({"mode": "local"}, "needs either inner_steps or inner_batch_size, not 0 and 0"),
+        ({"mode": "local", "inner_steps": 2, "inner_batch_size": 8}, "either inner_steps or inner_batch_size, not 2 and 8"),
+        ({"mode": "local", "inner_steps": 3}, "64 is not a multiple of 3 inner_steps times micro_batch_size 8"),
+        ({"mode": "local", "inner_batch_size": 12}, "inner_batch_size 12 is not a multiple of micro_batch_size 8"),
         ({"mode": "local", "inner_batch_size": 128}, "inner_batch_size 128 is above target_batch_size 64"),
         ({"mode": "local", "inner_batch_size": 8, "delay_steps": 1}, "mode 'local' excludes delay_steps"),
-        ({"mode": "local", "inner_batch_size": 8, "average_compression": "powersgd"}, "mode 'local' has 'cocktail'"),
+        (
+            {"mode": "local", "inner_steps": 8, "average_compression": "powersgd", "fragments": 2},
+            "'powersgd' sends whole matrices: it excludes fragments",
+        ),
         ({"average_compression": "cocktail"}, "'cocktail' sends differences of models: it needs mode 'local'"),
+        ({"inner_steps": 8}, "inner_steps belongs to mode 'local', and mode is 'sync': leave it at 0 or set mode"),
         ({"inner_batch_size": 8}, "inner_batch_size belongs to mode 'local', and mode is 'sync': leave it at 0 or set mode"),
         (
             {"powersgd_rank": 8},
@@ -97,6 +103,7 @@ USES: dict[str, tuple[object, dict[str, object]]] = {
     "cocktail_top": (0.5, {"mode": "local", "inner_batch_size": 8}),
     "clip_radius": (2.0, {}),
     "inner_batch_size": (8, {}),
+    "inner_steps": (2, {}),
     "outer_learning_rate": (0.5, {"inner_batch_size": 8}),
     "outer_momentum": (0.5, {"inner_batch_size": 8}),
     "fragments": (2, {"inner_batch_size": 8}),
@@ -122,14 +129,14 @@ def test_an_option_of_another_mode_is_refused_where_it_was_set(option: str) -> N
     field, values = BELONGS_TO[option]
     for used in values:
         assert is_allowed({option: value, field: used, **beside})
-    other = {"lr_schedule": "constant"}.get(field, RunConfig.model_fields[field].default)
+    other = {"lr_schedule": "constant"}.get(field, default_of(field))
     unused = {option: value, field: other}
     with pytest.raises(ConfigError) as raised:
         parse_config(unused, where="run.toml")
     message = str(raised.value)
     assert message.startswith(f"run.toml: {option} belongs to {field} ")
     assert f", and {field} is {other!r}: leave it at " in message
-    default = RunConfig.model_fields[option].default
+    default = default_of(option)
     assert is_allowed({**unused, option: default}), "every saved run states its defaults"
 
 

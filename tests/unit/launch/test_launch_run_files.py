@@ -10,6 +10,7 @@ import pytest
 
 from launch import recut
 from launch.local import parse, resolve_plan
+from launch.run.averaging_notes import warnings
 from launch.run.models import copy_tokenizer, vocab_size_of
 from launch.run.run_files import DataPaths, build_config, create_run, read_run_file, require_same, still_needed
 from swarm.base.config import RunConfig
@@ -179,8 +180,73 @@ def test_what_is_given_for_a_run_that_is_resumed_is_held_against_that_run(tmp_pa
     assert plan.stored_config is not None
     with pytest.raises(ConfigError, match=r"holds another run \(outer_learning_rate differ\).*recut_run"):
         require_same(plan.stored_config, config, tmp_path)
-    with pytest.raises(ConfigError, match=r"run\.json with command line: average_compression 'powersgd' is for gradients"):
-        resolve("--state-dir", str(tmp_path), "--average-compression", "powersgd")
+    with pytest.raises(ConfigError, match=r"run\.json with command line: average_compression 'cocktail' sends differences of"):
+        resolve("--state-dir", str(tmp_path), "--mode", "sync", "--inner-batch-size", "0")
+
+
+def test_options_of_local_runs_that_nobody_gave_are_the_published_ones_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def lines_of(*argv: str) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO", "launch.run.run_files"):
+            config, plan = resolve("--mode", "local", *argv)
+            created = create_run(config, plan.paths)
+            create_run(created, plan.paths)
+        assert config.outer_learning_rate == created.outer_learning_rate
+        return [x.getMessage() for x in caplog.records if "mode local" in x.getMessage() or x.levelname == "WARNING"]
+
+    assert lines_of("--average-compression", "cocktail") == [
+        "mode local, as CocktailSGD was published: inner_steps 1, outer_learning_rate 1, outer_momentum 0, fragments 10"
+    ]
+    assert lines_of("--average-compression", "cocktail", "--fragments", "2", "--outer-learning-rate", "0.9") == [
+        "mode local, as CocktailSGD was published: inner_steps 1, outer_momentum 0"
+    ]
+    assert lines_of("--inner-steps", "8") == [
+        "mode local, as DiLoCo was published: outer_learning_rate 0.7, outer_momentum 0.9, fragments 1"
+    ]
+    given = ("--inner-steps", "8", "--outer-learning-rate", "0.7", "--outer-momentum", "0.9", "--fragments", "1")
+    assert lines_of(*given) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "begin"),
+    [
+        ({"inner_steps": 1}, "1 inner steps are too few for outer_momentum 0.9: with 1 the loss"),
+        ({"inner_steps": 4, "outer_momentum": 0.5}, "4 inner steps are too few for outer_momentum 0.5"),
+        ({"inner_batch_size": 32}, "at most 2 inner steps are"),
+        ({"inner_batch_size": 8, "min_peers_per_stage": 2}, "at most 4 inner steps are"),
+        ({"inner_batch_size": 8}, ""),
+        ({"inner_steps": 8}, ""),
+        ({"inner_steps": 1, "outer_momentum": 0.0}, ""),
+        ({"average_compression": "cocktail"}, ""),
+        ({"mode": "sync", "average_compression": "uniform8"}, "average_compression 'uniform8' loses 36 % of a gradient's norm"),
+        ({"mode": "sync", "average_compression": "powersgd"}, ""),
+    ],
+)
+def test_what_is_known_to_cost_loss_is_warned_of(options: dict[str, object], begin: str) -> None:
+    said = warnings(RunConfig(**{"mode": "local", **options}))  # type: ignore[arg-type]
+    assert [line[: len(begin)] for line in said] == ([begin] if begin else [])
+    assert all("\n" not in line for line in said)
+
+
+def test_a_run_that_goes_on_keeps_what_it_recorded_and_one_that_is_cut_anew_follows_its_new_compressor(tmp_path: Path) -> None:
+    """A run of before says one fragment, 0.7 and 0.9, whatever its compressor; a synchronous one says so too, and used none."""
+    before = {"mode": "local", "outer_learning_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "inner_batch_size": 8}
+    old = RunConfig(**before, average_compression="cocktail")  # type: ignore[arg-type]
+    assert b"inner_steps" not in old.to_bytes(), "its bytes are those of before there was such an option"
+    (tmp_path / "run.json").write_bytes(old.to_bytes())
+    config, plan = resolve("--state-dir", str(tmp_path), "--mode", "local", "--average-compression", "cocktail")
+    assert config == old
+    assert plan.stored_config is not None
+    require_same(plan.stored_config, config, tmp_path)
+
+    def cut(run: RunConfig, *argv: str) -> tuple[int, float, float, int]:
+        new = recut.new_config(run, recut.parse(["--checkpoints", str(tmp_path), "--out", str(tmp_path / "new"), *argv]))
+        return new.inner_steps, new.outer_learning_rate, new.outer_momentum, new.fragments
+
+    assert cut(RunConfig(), "--mode", "local", "--average-compression", "cocktail") == (1, 1.0, 0.0, 10)
+    assert cut(old, "--seed", "0", "--learning-rate", "0.1") == (0, 0.7, 0.9, 1)
+    chosen = RunConfig(mode="local", inner_steps=8, outer_learning_rate=0.5, outer_momentum=0.5)
+    assert cut(chosen, "--average-compression", "cocktail") == (8, 0.5, 0.5, 10)
 
 
 def test_what_a_model_is_made_of_is_kept_where_the_run_that_is_resumed_is_named_again(tmp_path: Path) -> None:

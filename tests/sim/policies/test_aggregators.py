@@ -298,7 +298,7 @@ def test_stages_share_an_aggregator() -> None:
         offers: dict[int, list[float]] = {0: [], 1: []}
 
         def note(call: Any) -> None:
-            if isinstance(call.reply, m.Assisting) and call.message.step == 7:
+            if isinstance(call.reply, m.Assisting) and call.message.step == 5:
                 offers[call.message.stage].append(call.reply.bandwidth or 0.0)
 
         swarm.simulation.after_reply.append(note)
@@ -307,8 +307,8 @@ def test_stages_share_an_aggregator() -> None:
         assert aggregator.aggregator is not None
         await swarm.finish()
         whole = aggregator.aggregator._reach.tell(asyncio.get_running_loop().time())
-        assert swarm.weights(7, 0)[4] > 0.3
-        assert swarm.weights(7, 1)[4] > 0.3
+        assert swarm.weights(5, 0)[4] > 0.3
+        assert swarm.weights(5, 1)[4] > 0.3
         assert whole is not None
         assert offers[0][0] + offers[1][0] <= 1.5 * whole
 

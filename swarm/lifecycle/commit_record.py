@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from swarm.base.config import RunConfig
 from swarm.base.errors import InternalError
@@ -15,6 +15,11 @@ from swarm.lifecycle.order import is_stopped
 from swarm.wire.messages import CommitRecord, Member, Move, StageResult
 
 Members = tuple[tuple[Member, ...], ...]
+
+
+def computing(members: Iterable[Member]) -> tuple[Member, ...]:
+    """Return the members of a stage that tickets go to: those that are ready, and are to compute."""
+    return tuple(x for x in members if x.ready and x.role != "aggregate")
 
 
 def version_id_of(previous: VersionId, step: int, digests: Sequence[str], clip_coefficient: float, skipped: bool) -> VersionId:

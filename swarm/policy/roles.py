@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,7 @@ import numpy as np
 from swarm.policy.shares import Reducer, best_shares, best_time
 
 #: Every choice of computing members is looked at if no more than so many could compute; else one change at a time.
-MAX_ENUMERATED = 10
-#: Every choice is solved as the whole program in groups up to this size, or if single links have limits. Larger groups use the
-#: rates of a butterfly (`shares.py`), which are a little lower where few members can be connected to.
-MAX_SOLVED = 6
+MAX_ENUMERATED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +32,40 @@ class Candidate:
     holds_replica: bool = True
     reachable: bool = True
 
-    def reducer(self, computes: bool) -> Reducer:
-        """This candidate as the shares' program sees it, if it `computes` or not."""
+    def reducer(self, computes: bool, *, reduces: bool = True) -> Reducer:
+        """This candidate as the shares' program sees it, if it `computes` and `reduces` or not."""
         return Reducer(
-            upload=self.upload, download=self.download, computes=computes, receives=self.holds_replica, reachable=self.reachable
+            upload=self.upload,
+            download=self.download,
+            computes=computes,
+            receives=self.holds_replica,
+            reachable=self.reachable and reduces,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One step of a stage."""
+
+    #: Tickets, or samples, in units of the candidates' rates.
+    tickets: float
+    #: One average, in units of the candidates' links.
+    average_bytes: float
+    #: The next step is computed while an average is under way.
+    overlaps: bool = False
+    #: Seconds in which the slowest other stage computes a step: this one need not be faster.
+    others_s: float = 0.0
+
+
+def step_s(work: Work, compute_s: float, average_s: float) -> float:
+    """Seconds of a step that takes so long to compute, and so long to average."""
+    compute_s = max(compute_s, work.others_s)
+    return max(compute_s, average_s) if work.overlaps else compute_s + average_s
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """`steps_per_s` = min(computing rate, averaging rate); `weights` say what part of the data each member aggregates."""
+    """`weights` say what part of the data each member aggregates."""
 
     computes: tuple[bool, ...]
     weights: tuple[float, ...]
@@ -52,7 +73,6 @@ class RolePlan:
 
 
 Bandwidths = Sequence[Sequence[float]]
-_Rate = Callable[[Sequence[int]], float]
 
 
 def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Bandwidths | None = None) -> tuple[float, np.ndarray]:
@@ -118,66 +138,82 @@ def solve(candidates: Sequence[Candidate], computes: Sequence[bool], links: Band
 
 
 def plan_roles(
-    candidates: Sequence[Candidate], *, batch: float, parameters: float, links: Bandwidths | None = None
+    candidates: Sequence[Candidate],
+    work: Work,
+    *,
+    links: Bandwidths | None = None,
+    whole: bool = False,
+    fixed: Collection[int] = (),
 ) -> tuple[RolePlan, str]:
     """Choose who should compute, and what each should aggregate, for the most steps per second; and say why.
 
     Args:
         candidates: all peers of the group.
-        batch: samples of one step.
-        parameters: units of data of one average.
+        work: one step of it.
         links: see `solve`.
+        fixed: those who compute in any case, if they can.
+        whole: solve the whole program, in which several may reduce one slice; else, without `links`, the butterfly that runs.
     """
     able = [i for i, c in enumerate(candidates) if c.samples_per_s > 0]
     if not able:
         raise ValueError("nobody can compute")
+    is_whole = whole or links is not None
 
-    def computing(chosen: Sequence[int]) -> float:
-        return sum(candidates[i].samples_per_s for i in chosen) / batch
+    def computing_s(chosen: Sequence[int]) -> float:
+        return work.tickets / sum(candidates[i].samples_per_s for i in chosen)
 
-    def averaging(chosen: Sequence[int]) -> float:
-        computes = [i in chosen for i in range(len(candidates))]
+    def reducers(chosen: Sequence[int]) -> list[Reducer]:
+        return [c.reducer(i in chosen) for i, c in enumerate(candidates)]
+
+    def averaging_s(chosen: Sequence[int]) -> float:
         if len(candidates) == 1:
-            return math.inf
-        if links is not None or len(candidates) <= MAX_SOLVED:
-            return solve(candidates, computes, links)[0] / parameters
-        return 1.0 / (best_time([c.reducer(x) for c, x in zip(candidates, computes, strict=True)]) * parameters)
+            return 0.0
+        if is_whole:
+            rate, _ = solve(candidates, [i in chosen for i in range(len(candidates))], links)
+            return work.average_bytes / rate if rate > 0 else math.inf
+        return best_time(reducers(chosen)) * work.average_bytes
 
-    enumerated = len(able) <= MAX_ENUMERATED
-    choices = _all_choices(able, computing) if enumerated else _greedy_choices(able, computing, averaging)
+    def seconds(chosen: Sequence[int]) -> float:
+        return step_s(work, computing_s(chosen), averaging_s(chosen))
+
     best: tuple[int, ...] = ()
-    best_rate = -1.0
-    for chosen in choices:
-        if computing(chosen) <= best_rate:
+    best_s = math.inf
+    choices = _all_choices(able, fixed) if len(able) <= MAX_ENUMERATED else _greedy_choices(able, fixed, candidates, seconds)
+    for chosen in sorted(choices, key=lambda c: (computing_s(c), c)):
+        if step_s(work, computing_s(chosen), 0.0) >= best_s:
             break  # choices come fastest first: no later one can be better
-        rate = min(computing(chosen), averaging(chosen))
-        if rate > best_rate:
-            best, best_rate = chosen, rate
+        if (time := seconds(chosen)) < best_s:
+            best, best_s = chosen, time
     computes = tuple(i in best for i in range(len(candidates)))
-    if links is not None or len(candidates) <= MAX_SOLVED:
+    if is_whole or len(candidates) == 1:
         weights = tuple(float(w) for w in solve(candidates, computes, links)[1])
     else:
-        weights = best_shares([c.reducer(x) for c, x in zip(candidates, computes, strict=True)]).weights
-    bound = "computing" if computing(best) <= averaging(best) else "averaging"
+        weights = best_shares(reducers(best)).weights
+    bound = "computing" if computing_s(best) >= averaging_s(best) else "averaging"
     idle = [i for i in able if i not in best]
     reason = f"{bound} is the bottleneck" + (f"; members {idle} only aggregate" if idle else "; everybody computes")
-    return RolePlan(computes, weights, best_rate), reason
+    return RolePlan(computes, weights, 1.0 / best_s), reason
 
 
-def _all_choices(able: Sequence[int], computing: _Rate) -> list[tuple[int, ...]]:
+def _all_choices(able: Sequence[int], fixed: Collection[int]) -> list[tuple[int, ...]]:
     chosen = (c for size in range(1, len(able) + 1) for c in itertools.combinations(able, size))
-    return sorted(chosen, key=lambda c: (-computing(c), c))
+    always = set(able).intersection(fixed)
+    return [c for c in chosen if always.issubset(c)]
 
 
-def _greedy_choices(able: Sequence[int], computing: _Rate, averaging: _Rate) -> Iterator[tuple[int, ...]]:
-    """Greedily: everybody, then without whoever's leaving helps most, while it helps."""
-    current = tuple(able)
-    yield current
-    while len(current) > 1:
-        rate = min(computing(current), averaging(current))
-        smaller = [tuple(i for i in current if i != leaving) for leaving in current]
-        best = max(smaller, key=lambda c: (min(computing(c), averaging(c)), computing(c)))
-        if min(computing(best), averaging(best)) <= rate:
-            return
+def _greedy_choices(
+    able: Sequence[int], fixed: Collection[int], candidates: Sequence[Candidate], seconds: Callable[[Sequence[int]], float]
+) -> list[tuple[int, ...]]:
+    """Everybody but those with the slowest uploads, however many; from the best of these one more leaves while it helps."""
+    by_upload = sorted(able, key=lambda i: candidates[i].upload)
+    free = [i for i in by_upload if i not in fixed]
+    choices = [tuple(i for i in able if i not in free[:k]) for k in range(min(len(free) + 1, len(able)))]
+    current = min(choices, key=seconds)
+    while len(current) > 1 and not set(current).issubset(fixed):
+        smaller = [tuple(i for i in current if i != leaving) for leaving in current if leaving not in fixed]
+        best = min(smaller, key=seconds)
+        if seconds(best) >= seconds(current):
+            break
         current = best
-        yield current
+        choices.append(current)
+    return choices

@@ -15,12 +15,15 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 #: Shares by bandwidth are used, and changed, only if they make the round faster by this fraction.
 WORTH = 0.05
+#: A member that only aggregates reduces nothing unless that makes rounds faster by this fraction: its slice comes in first, and
+#: goes out only then.
+AGGREGATE_WORTH = 0.1
 #: An auxiliary must make rounds faster by the first fraction to be taken, and by the second to be kept. About a tenth of what
 #: the program promises is lost: a chunk's sum goes out only after it has come in from all.
 AUXILIARY_WORTH = 0.2
@@ -154,6 +157,8 @@ class Report:
     download: float | None
     #: Its sealed ledger holds tickets.
     computes: bool = True
+    #: It may reduce: a record may say that it only computes.
+    reduces: bool = True
     #: It is no member: it has nothing to average and only reduces.
     is_auxiliary: bool = False
     #: The link was seen to be full at these rates. If not, it may carry more.
@@ -176,6 +181,7 @@ def _reducers(reports: Sequence[Report], members: Sequence[Report]) -> list[Redu
             download=r.download or middle_down / (2.0 if r.is_auxiliary else 1.0),
             computes=r.computes and not r.is_auxiliary,
             receives=not r.is_auxiliary,
+            reachable=r.reduces,
         )
         for r in reports
     ]
@@ -219,14 +225,22 @@ def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = 
     round: they stay unless new ones are faster by `WORTH`.
     """
     members = [r for r in reports if not r.is_auxiliary]
-    equal = tuple(0.0 if r.is_auxiliary else 1.0 / len(members) for r in reports)
-    if len(members) < 3:
+    if not any(r.reduces for r in members):
+        reports = [replace(r, reduces=True) for r in reports]
+    reducing = [r.reduces and not r.is_auxiliary for r in reports]
+    equal = tuple(part / sum(reducing) for part in reducing)
+    if len(members) < 3 and all(r.computes for r in members):
         return equal, "equal: two members send the same whatever they reduce"
     reducers = _reducers(reports, members)
     if reducers is None:
         return equal, "equal: no bandwidth has been measured"
     best = best_shares(reducers)
-    if previous is not None and time_of(reducers, previous) <= best.time * (1.0 + WORTH):
+    only = [replace(r, reachable=False) if not r.computes and r.receives else r for r in reducers]
+    if any(r.reachable for r in only):
+        without = best_shares(only)
+        best = without if without.time <= best.time * (1.0 + AGGREGATE_WORTH) else best
+    may_stay = previous is not None and all(r.reduces or not part for r, part in zip(reports, previous, strict=True))
+    if previous is not None and may_stay and time_of(reducers, previous) <= best.time * (1.0 + WORTH):
         return tuple(previous), f"as before: no others are faster by more than {WORTH:.0%}"
     gain = time_of(reducers, equal) / best.time
     if gain <= 1.0 + WORTH:

@@ -130,7 +130,10 @@ class TensorSpec(Piece):
 
 
 class Member(Piece):
-    """One peer in one incarnation, and where it listens. `ready` members hold the stage's state and may be routed to."""
+    """One peer in one incarnation, and where it listens. `ready` members hold the stage's state and may be routed to.
+
+    A record says what each does at its stage: who only aggregates gets no tickets, and who only computes no slice to reduce.
+    """
 
     peer: PeerIdField
     incarnation: IncarnationField
@@ -139,6 +142,7 @@ class Member(Piece):
     ready: bool = True
     #: It has a directory for checkpoints.
     keeps_checkpoints: bool = True
+    role: Literal["both", "compute", "aggregate"] = "both"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -224,6 +228,11 @@ class Load(Piece):
     num_bytes: Annotated[int, Field(ge=0)] = 0
     #: Bytes per second that its link was measured to carry in the slower direction; 0 if it was not measured.
     bandwidth: Annotated[float, Field(ge=0)] = 0.0
+    #: What its link showed in each direction in the newest round; 0 if nothing.
+    upload: Annotated[float, Field(ge=0)] = 0.0
+    download: Annotated[float, Field(ge=0)] = 0.0
+    #: Bytes of one average as it travels, if it does in one exchange; else 0.
+    average_bytes: Annotated[int, Field(ge=0)] = 0
     #: Bytes of its stage's parameters and optimizer state, and of memory that is left for another stage's; -1: not known.
     state_bytes: Annotated[int, Field(ge=0)] = 0
     room_bytes: Annotated[int, Field(ge=-1)] = -1

@@ -2,8 +2,8 @@
 
 Its parts: `run_leadership` (what they share), `leasing` (tickets to trainers), `chosen_leaders` (ledgers and averages from
 stages), `next_members` (who the next record lists), `lineage` (which version the run goes on from), `rebalancing` (who
-moves) and `operating` (what an operator asked). It holds nothing that members could not tell a successor; the decision itself
-is pure: `lifecycle/commit_record.py`.
+moves, and who only aggregates) and `operating` (what an operator asked). It holds nothing that members could not tell a
+successor; the decision itself is pure: `lifecycle/commit_record.py`.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class Coordinator:
 
     async def _commit(self, results: list[m.StageResult], *, reopened: int) -> None:
         step = self._leadership.newest.step + 1
-        members = self.next_members.next_members(results)
+        members = self.rebalancing.roles.of(self.next_members.next_members(results))
         moves: tuple[m.Move, ...] = ()
         if step + 1 < self._config.total_steps:
             moves = self.rebalancing.decide(members, set(self.next_members.leaving))

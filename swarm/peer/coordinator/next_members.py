@@ -190,7 +190,7 @@ class NextMembers:
         for move in self._leadership.newest.moves:
             held = any(x.key == move.member.key for x in results[move.source].holders)
             if held and all(x.key != move.member.key for x in staying[move.source]):
-                member = move.member.model_copy(update={"ready": False})
+                member = move.member.model_copy(update={"ready": False, "role": "both"})
                 self._joiners[member.key] = _Joiner(move.target, member, None, self._leadership.now, is_met=True)
         return tuple(self._with_joiners(stage, members) for stage, members in enumerate(staying))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from swarm.base.choices import optimizer_facts
 from swarm.base.ids import MemberKey, PeerId
 from swarm.lifecycle.commit_record import Members
+from swarm.peer.coordinator.member_roles import MemberRoles
 from swarm.peer.coordinator.run_leadership import RunLeadership
 from swarm.policy.placement import best_stage
 from swarm.policy.rebalance import RebalancePlan, plan_moves
@@ -54,11 +55,13 @@ class Rebalancing:
         #: Newcomers that were placed: stage, member, when, and the seconds per ticket that are expected of it.
         self._placed: dict[MemberKey, tuple[int, m.Member, float, float | None]] = {}
         self._decided_at = leadership.now
+        self.roles = MemberRoles(leadership, lambda stage, member: self._worker(stage, member).seconds.get(stage))
         #: Why the last decision was what it was.
         self.reason = "nothing was decided yet"
 
     def hear(self, stage: int, loads: tuple[m.Load, ...]) -> None:
         """Note what the members of a stage have done so far, as their leader handed it on."""
+        self.roles.hear(stage, loads)
         for load in loads:
             place = (stage, load.member.key)
             self._loads[place] = load
@@ -92,10 +95,10 @@ class Rebalancing:
             self._measured.popitem(last=False)
 
     def swarm(self, members: Members) -> Swarm:
-        """Return what the policies look at."""
+        """Return what the policies look at; who only aggregates computes nowhere, and so does not move."""
         return Swarm(
             [self._work(stage, xs) for stage, xs in enumerate(members)],
-            [self._worker(stage, x) for stage, xs in enumerate(members) for x in xs],
+            [self._worker(stage, x) for stage, xs in enumerate(members) for x in xs if x.role != "aggregate"],
         )
 
     def _work(self, stage: int, members: tuple[m.Member, ...]) -> StageWork:

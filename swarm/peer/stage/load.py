@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from swarm.averaging.compressors.plain import Plain
 from swarm.net.transport import Progress
 from swarm.peer.stage.committed_state import CommittedState
 from swarm.peer.stage.stage_context import StageContext
@@ -91,8 +92,15 @@ class LoadMeter:
         self._queue_s += queue_s
         self._num_bytes += num_bytes
 
+    def _average_bytes(self) -> int:
+        compressor, compute = self._context.compressor, self._context.compute
+        if not isinstance(compressor, Plain):
+            return 0
+        return compressor.code.spec(compute.layout.num_elements, compute.master_dtype).num_bytes
+
     def report(self) -> m.Load:
         """Return what this peer has done at its stage so far."""
+        carries = self._context.carries
         return m.Load(
             member=self._context.me,
             elapsed_s=asyncio.get_running_loop().time() - self._began,
@@ -101,6 +109,9 @@ class LoadMeter:
             queue_s=self._queue_s,
             num_bytes=self._num_bytes,
             bandwidth=self.bytes_per_s,
+            upload=carries.upload.newest or 0.0,
+            download=carries.download.newest or 0.0,
+            average_bytes=self._average_bytes(),
             state_bytes=state_bytes(self._committed.versions.state()),
             room_bytes=-1 if self._free_bytes is None else max(0, self._free_bytes()),
             flops_per_s=self._flops_per_s,

@@ -35,7 +35,7 @@ class StageLeader:
         self._committed = committed
         self._member = member
         self._books: dict[int, ClaimBook] = {}
-        self.shares = RoundShares(context.stage)
+        self.shares = RoundShares(context.stage, try_every_s=context.config.timing.rebalance_every_s)
         self._auxiliaries = Auxiliaries(context)
         #: Of the newest round that all completed.
         self._round_s: float | None = None
@@ -138,7 +138,7 @@ class StageLeader:
             excluded |= known.excluded  # for the whole step, unless the coordinator has nobody left and tries everyone again
         book = ClaimBook(message.step, message.attempt, message.members, excluded=excluded, is_collected=False)
         self._books[message.step] = book
-        self.shares.keep(message.members)
+        self.shares.keep(message.members, now=asyncio.get_running_loop().time())
         self._auxiliaries.ask(message)
         asked = [x for x in message.members if x.key not in book.excluded]
         replies = [r for r in await together(*(self._collect(message, book, x, progress) for x in asked)) if r is not None]
@@ -209,6 +209,7 @@ class StageLeader:
             message.seals,
             self._context.compute.layout.num_elements,
             offers,
+            now=asyncio.get_running_loop().time(),
             most=self._context.config.auxiliaries,
             why_none=self._auxiliaries.why_none,
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from swarm.base.config import RunConfig
 from swarm.base.ids import MemberKey, Ticket
+from swarm.lifecycle.commit_record import computing
 from swarm.peer.hop import HopResult
 from swarm.peer.presence import Presence
 from swarm.policy.occupancy import Occupancy, Trip
@@ -50,6 +51,8 @@ class Wiring:
         self._config = config
         self._routers = [router(rng, max_ban_s=config.timing.record_ttl_s) for _ in range(config.num_stages)]
         self._members: list[dict[MemberKey, m.Member]] = [{} for _ in range(config.num_stages)]
+        #: Ready members that only aggregate: they are routed to if nobody else can be.
+        self._aggregating: list[dict[MemberKey, m.Member]] = [{} for _ in range(config.num_stages)]
         #: How long a ticket occupies whom.
         self.occupancy = Occupancy(config.num_stages, request_s=config.timing.request_s)
         #: Of each open step the highest number of a ticket that was sent, in the era of the newest record.
@@ -61,15 +64,25 @@ class Wiring:
         self._ended = asyncio.Event()
 
     def set_record(self, record: m.CommitRecord) -> None:
-        """Take over the members of the newest record; those that are not ready are not routed to."""
+        """Take over the members of the newest record; those that are not ready, or only aggregate, are not routed to."""
         for stage, router in enumerate(self._routers):
-            self._members[stage] = {x.key: x for x in record.members[stage] if x.ready}
+            self._members[stage] = {x.key: x for x in computing(record.members[stage])}
+            self._aggregating[stage] = {x.key: x for x in record.members[stage] if x.ready and x.key not in self._members[stage]}
             router.set_members(self._members[stage])
         self.occupancy.set_members(self._members)
         self._highest = {k: n for k, n in self._highest.items() if k > record.step and record.era == self._era}
         self._era = record.era
-        self._presence.liveness.set_groups(self._members)
+        self._presence.liveness.set_groups([a | b for a, b in zip(self._members, self._aggregating, strict=True)])
         self._wake()
+
+    def _widen(self, stage: int) -> bool:
+        """Route to those of a stage that only aggregate, until the next record; False if there is none."""
+        aggregating, self._aggregating[stage] = self._aggregating[stage], {}
+        if aggregating:
+            self._members[stage] = self._members[stage] | aggregating
+            self._routers[stage].set_members(self._members[stage])
+            self.occupancy.set_members(self._members)
+        return bool(aggregating)
 
     def members(self, stage: int) -> dict[MemberKey, m.Member]:
         """Those that may be routed to."""
@@ -102,6 +115,9 @@ class Wiring:
             self._highest[ticket.step] = max(ticket.index, self._highest.get(ticket.step, 0))
         route = []
         for stage, router in enumerate(self._routers):
+            suspected = self._presence.liveness.suspected(self._members[stage])
+            if all(key in suspected or key[0] in avoid for key in self._members[stage]):
+                self._widen(stage)
             peer = (served_by or {}).get(stage)
             first = next((key for key in self._members[stage] if key[0] == peer and peer not in avoid), None)
             if first is None and avoid:
@@ -117,6 +133,8 @@ class Wiring:
             else:
                 keys = router.candidates(num_samples, now=now, first=first, without=suspected)
             keys = keys or router.candidates(num_samples, now=now, first=first)
+            if not keys and self._widen(stage):
+                keys = router.candidates(num_samples, now=now)
             if not keys:
                 return stage
             route.append(tuple(self._members[stage][key] for key in keys))
@@ -141,7 +159,9 @@ class Wiring:
 
     def is_whole(self, route: m.Route, stage: int | None) -> bool:
         """Whether `route` leaves out nobody of `stage`, or names as many as a route can. A peer said which: it may be none."""
-        return stage is not None and stage < len(route) and len(route[stage]) >= min(MAX_CANDIDATES, len(self._members[stage]))
+        if stage is None or stage >= len(route):
+            return False
+        return len(route[stage]) >= min(MAX_CANDIDATES, len(self._members[stage]) + len(self._aggregating[stage]))
 
     def is_outdated(self, route: m.Route) -> bool:
         """Tell whether all candidates of a stage fell silent since `route` was made, and others of it did not."""

@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.policy.roles import MAX_ENUMERATED, Candidate, plan_roles, solve
+from swarm.policy.roles import MAX_ENUMERATED, Candidate, Work, plan_roles, solve
 
 
 def candidate(samples_per_s: float, bandwidth: float, **rest: object) -> Candidate:
     fields = {"upload": bandwidth, "download": bandwidth, **rest}
     return Candidate(samples_per_s=samples_per_s, **fields)  # type: ignore[arg-type]
+
+
+def work(*, tickets: float = 1, average: float = 1) -> Work:
+    """As the paper has it: averages overlap with what is computed."""
+    return Work(tickets=tickets, average_bytes=average, overlaps=True)
 
 
 FAST = 1e9
@@ -34,19 +39,19 @@ SLOW_LAST = [candidate(5, 100)] * 3 + [candidate(0.1, 10, download=100)]
 )
 def test_the_averaging_rates_of_the_paper(candidates: list[Candidate], rate: float) -> None:
     assert solve(candidates, [c.samples_per_s > 0 for c in candidates])[0] == pytest.approx(rate)
-    plan, _ = plan_roles(candidates, batch=1, parameters=1)
+    plan, _ = plan_roles(candidates, work(), whole=True)
     assert plan.steps_per_s >= rate * (1 - 1e-9)  # a planner may also leave somebody out
 
 
 def test_computing_is_the_bottleneck() -> None:
-    plan, reason = plan_roles([candidate(1, 100)] * 4, batch=8, parameters=1)
+    plan, reason = plan_roles([candidate(1, 100)] * 4, work(tickets=8), whole=True)
     assert plan.steps_per_s == pytest.approx(0.5)
     assert plan.computes == (True,) * 4
     assert reason == "computing is the bottleneck; everybody computes"
 
 
 def test_a_slow_uploader_only_aggregates() -> None:
-    plan, reason = plan_roles(SLOW_LAST, batch=1, parameters=10)
+    plan, reason = plan_roles(SLOW_LAST, work(average=10), whole=True)
     assert plan.steps_per_s == pytest.approx(6.778, rel=1e-3)
     assert sum(plan.computes[:3]) == 2
     assert not plan.computes[3]
@@ -75,7 +80,7 @@ def test_a_slow_link_between_two_members_is_gone_round() -> None:
     assert free == pytest.approx(75.0)
     assert 45.0 < limited < 55.0
     assert weights[2] > 0.9
-    plan, _ = plan_roles(candidates, batch=1, parameters=1, links=links)
+    plan, _ = plan_roles(candidates, work(), links=links)
     assert plan.steps_per_s >= limited
 
 
@@ -101,7 +106,7 @@ def test_the_plan_is_the_best_of_all_roles(candidates: list[Candidate], paramete
         computing = sum(c.samples_per_s for c, x in zip(candidates, computes, strict=True) if x)
         if computing and not any(x and not c.samples_per_s for c, x in zip(candidates, computes, strict=True)):
             best = max(best, min(computing, solve(candidates, computes)[0] / parameters))
-    plan, _ = plan_roles(candidates, batch=1, parameters=parameters)
+    plan, _ = plan_roles(candidates, work(average=parameters), whole=True)
     assert plan.steps_per_s == pytest.approx(best, rel=1e-5)
 
 
@@ -110,10 +115,10 @@ def test_large_groups_are_searched_greedily_and_never_worse_than_everybody() -> 
     candidates = [candidate(rng.uniform(1, 9), rng.uniform(1, 100)) for _ in range(MAX_ENUMERATED + 8)]
     everybody = [True] * len(candidates)
     all_rate = min(sum(c.samples_per_s for c in candidates) / 10, solve(candidates, everybody)[0] / 50)
-    plan, _ = plan_roles(candidates, batch=10, parameters=50)
+    plan, _ = plan_roles(candidates, work(tickets=10, average=50))
     assert plan.steps_per_s >= all_rate * (1 - 1e-9)
 
 
 def test_nobody_can_compute() -> None:
     with pytest.raises(ValueError, match="nobody can compute"):
-        plan_roles([candidate(0, 10)], batch=1, parameters=1)
+        plan_roles([candidate(0, 10)], work())

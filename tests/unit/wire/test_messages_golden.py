@@ -20,10 +20,12 @@ RUN, HEAD = "cc" * 32, "dd" * 32
 MEMBER = Member(peer=PEER, incarnation=INCARNATION, host="10.0.0.1", port=7000)
 OTHER_MEMBER = Member(peer=OTHER, incarnation=INCARNATION, host="fe80::1", port=7001, ready=False)
 MEMBER_JSON = (
-    f'{{"peer":"{PEER}","incarnation":"{INCARNATION}","host":"10.0.0.1","port":7000,"ready":true,"keeps_checkpoints":true}}'
+    f'{{"peer":"{PEER}","incarnation":"{INCARNATION}","host":"10.0.0.1","port":7000,"ready":true,"keeps_checkpoints":true,'
+    '"role":"both"}'
 )
 OTHER_JSON = (
-    f'{{"peer":"{OTHER}","incarnation":"{INCARNATION}","host":"fe80::1","port":7001,"ready":false,"keeps_checkpoints":true}}'
+    f'{{"peer":"{OTHER}","incarnation":"{INCARNATION}","host":"fe80::1","port":7001,"ready":false,"keeps_checkpoints":true,'
+    '"role":"both"}'
 )
 
 GENESIS = CommitRecord(
@@ -63,7 +65,7 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "train": (
         TRAIN,
-        "5357524d02000000 0000034f 0000000000000019",
+        "5357524d02000000 00000379 0000000000000019",
         '{"tensors":[{"name":"hidden","dtype":"float32","shape":[2,3],"codec":"scaled8","role":"input"},'
         '{"name":"labels","dtype":"int64","shape":[2],"codec":"raw","role":"label"}],"kind":"train",'
         f'"run":"{RUN}","mode":"train","ticket":[3,14],"head":"{HEAD}","stage":1,'
@@ -80,7 +82,7 @@ GOLDEN: dict[str, tuple[messages.Message, str, str, bytes]] = {
     ),
     "commit of a genesis record": (
         Commit(record=GENESIS),
-        "5357524d02000000 000003c2 0000000000000000",
+        "5357524d02000000 000003ec 0000000000000000",
         f'{{"tensors":[],"kind":"commit","record":{{"run":"{RUN}","era":0,"step":-1,"head":"{HEAD}","previous_head":"",'
         f'"ballot":[1,"{PEER}"],"members":[[{MEMBER_JSON}],[{OTHER_JSON},{MEMBER_JSON}]],"results":[],"tokens":0,'
         '"loss_sum":0.0,"grad_norm":0.0,"clip_coefficient":1.0,"learning_rate":0.003,"skipped":false,"loss_scale":1.0,"scale_age":0,"reopened":0,'

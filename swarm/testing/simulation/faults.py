@@ -1,4 +1,5 @@
-"""What may happen to the processes of a simulated swarm: they die, leave, stop, hang, move, and lose their network.
+"""What may happen to the processes of a simulated swarm: they die, leave, stop, hang, move, change roles,
+and lose their network.
 
 Owns each fault and its end. Must not know when a fault comes (`schedules.py`) nor what it may cost (`simulation.py`).
 """
@@ -7,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from launch.processes.runner import CLOSE_TIMEOUT_S
 from swarm.base.errors import SwarmError
 from swarm.net.transport import Progress
 from swarm.peer.backbone import Backbone
+from swarm.peer.coordinator.coordinator import Coordinator
 from swarm.peer.link import Link
 from swarm.peer.stage.stage_peer import StagePeer
 from swarm.policy.rebalance import PlannedMove
+from swarm.policy.role_changes import Colleague, Decision, Role
+from swarm.policy.roles import Work
 from swarm.testing.simulation.nodes import Node, Nodes
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Join, Joining
@@ -46,13 +51,30 @@ class Faults(Nodes):
             await node.peer.close()
         del self.nodes[name]
 
+    def _coordinator(self) -> tuple[Node, Coordinator] | None:
+        coordinators = {node: found for node in self.nodes.values() if (found := self.coordinator_at(node)) is not None}
+        return max(coordinators.items(), key=lambda item: item[1].ballot, default=None)
+
+    def give_role(self, name: str, role: Role) -> bool:
+        """The next record gives this stage peer a role, whatever the policy thinks; False if nobody coordinates."""
+        found = self._coordinator()
+        if found is None:
+            return False
+        wanted, roles = self.nodes[name].stage_peer.stage_context.me.peer[:8], found[1].rebalancing.roles
+
+        def revise(colleagues: Sequence[Colleague], work: Work) -> Decision:
+            return tuple(role if x.name == wanted else x.role for x in colleagues), "given on purpose"
+
+        roles.revise, roles.decided_at = revise, -1e9
+        return True
+
     def move(self, name: str, target: int) -> bool:
         """The next record moves this stage peer, whatever the policy thinks; False if nobody coordinates."""
-        coordinators = {node: found for node in self.nodes.values() if (found := self.coordinator_at(node)) is not None}
-        if not coordinators:
+        found = self._coordinator()
+        if found is None:
             return False
         peer = self.nodes[name].stage_peer
-        node, coordinator = max(coordinators.items(), key=lambda item: item[1].ballot)
+        node, coordinator = found
         node.planner.want(PlannedMove(peer.stage_context.me.key, peer.stage, target))
         coordinator.rebalancing._decided_at = -1e9  # a decision is due
         return True

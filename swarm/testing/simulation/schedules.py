@@ -25,6 +25,7 @@ from swarm.base.config import RunConfig, Timing
 from swarm.lifecycle.step import Ledger
 from swarm.peer.stage.stage_peer import StagePeer
 from swarm.peer.trainer.trainer import Trainer
+from swarm.policy.role_changes import Role
 from swarm.testing.simulation.invariants import run_checked
 from swarm.testing.simulation.nodes import Node
 from swarm.testing.simulation.simulation import Simulation, check
@@ -45,7 +46,8 @@ KINDS = (
     ("slow", 2),
     ("partition", 1),
 )
-#: In schedules with an even seed peers also move: some on purpose, and some because the policy decides so this often.
+#: In schedules with an even seed peers also move and change roles: some on purpose, and some because a policy decides so this
+#: often.
 REBALANCE_EVERY_S = 0.4
 
 
@@ -87,7 +89,10 @@ class Schedule:
             key=lambda f: f.at_s,
         )
         moving = random.Random(f"moves of {seed}")
-        moves = [Fault("move", round(moving.uniform(0.0, 1.6), 3), 0.0, moving.getrandbits(16)) for _ in range(2)]
+        moves = [
+            Fault(kind, round(moving.uniform(0.0, 1.6), 3), 0.0, moving.getrandbits(16))
+            for kind in ("move", "move", "role", "role")
+        ]
         faults = sorted([*faults, *(moves if seed % 2 == 0 else [])], key=lambda f: f.at_s)
         lossy = rng.random() < 0.5
         late_s = random.Random(f"load of {seed}").choice([0.0, 0.002, 0.02])
@@ -187,6 +192,12 @@ class Faults:
         assert isinstance(node.peer, StagePeer)
         others = [k for k in range(self.simulation.config.num_stages) if k != node.peer.stage]
         return self.simulation.move(node.name, rng.choice(others))
+
+    async def role(self, rng: random.Random, for_s: float) -> bool:
+        """The next record has a stage peer do something else than before."""
+        nodes = [n for n in self._stage_nodes() if n.stage_peer.membership.serving]
+        roles: list[Role] = ["aggregate", "aggregate", "compute", "both"]
+        return bool(nodes) and self.simulation.give_role(rng.choice(nodes).name, rng.choice(roles))
 
     async def kill_stage_peer(self, rng: random.Random, for_s: float) -> bool:
         """A stage peer dies and comes back after a while."""

@@ -78,7 +78,7 @@ def test_a_slow_uploader_only_aggregates_and_steps_are_nearly_as_fast_as_without
         assert swarm.at[changed] - swarm.at[0] < 2 * 3.0
         assert swarm.roles() == {**{f"stage0.{i}": "both" for i in range(3)}, "stage0.3": "aggregate"}
         assert swarm.step_s(1) < 1.0 < max(swarm.at[k] - swarm.at[k - 1] for k in range(1, changed)), "it was slow before"
-        assert swarm.step_s(changed + 3) <= 0.25
+        assert swarm.step_s(changed + 3) <= 0.28
         late = [x for x in trains.calls if x.message.ticket.step > changed + 1 and x.target == slow.address]
         assert not late, "it gets no tickets"
         sent = [x for x in slices.calls if x.source == slow.address and x.message.step > changed + 1]

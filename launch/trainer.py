@@ -25,7 +25,7 @@ from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of, run_peer
 from launch.run.metrics import MetricsFile
 from launch.run.models import vocab_size_of
-from launch.run.step_lines import goes_on_text, step_text
+from launch.run.step_lines import facts_text, goes_on_text, step_text
 from launch.run.ticket_files import TicketFiles
 from launch.run.token_cache import token_cache
 
@@ -126,6 +126,9 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
                 cache=token_cache(),
             )
         )
+        text, facts = facts_text(feed.facts, context.config), dataclasses.asdict(feed.facts)
+        announcer.line(text, **facts)
+        reports.send("data", text=text, facts=facts)
         tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
         trainer = Trainer(
             context,

@@ -30,7 +30,7 @@ from launch.processes.children import Child, Children
 from launch.processes.daemon_thread import in_daemon_thread
 from launch.processes.runner import Stopper
 from launch.run.metrics import MetricsFile
-from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, note_place
 from launch.run.run_files import create_run, require_same, still_needed
 from launch.run.step_lines import goes_on_text, loss_text
 from models.presets import PRETRAINED
@@ -130,6 +130,8 @@ class LocalSwarm:
         plan.run_file.write_bytes(config_bytes)
         if plan.stored_config is None and (told := plan.left_open.told(described)):
             self._view.event(told)
+        if plan.paths.model is not None:
+            note_place(plan.state_dir, plan.paths.model)
         tokenizer = plan.paths.with_tokenizer().tokenizer
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), None, plan.state_dir / TOKENIZER_DIRECTORY)
@@ -245,6 +247,8 @@ class LocalSwarm:
         elif event == "waiting" and name == "trainer-0":
             self._view.event(f"waiting for {report['reason']}", **report)
         elif event == "evaluation" and self._picture.evaluate(report["step"], report["loss"]):
+            if self._metrics is not None:
+                self._metrics.evaluate(**report)
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
 
     async def _take_over(self) -> None:

@@ -180,7 +180,13 @@ async def _from_peers(options: ExportOptions, address: Address) -> Exported:
         config = parse_config_bytes(info.config.encode())
         factory = _factory(options, config)
         record, parameters = await fetch_parameters(
-            transport, info, config, factory, deadline_s=options.join_timeout, rng=random.Random()
+            transport,
+            info,
+            config,
+            factory,
+            deadline_s=options.join_timeout,
+            rng=random.Random(),
+            directory=next(path for path in options.out.absolute().parents if path.is_dir()),  # on the disk that it goes to
         )
     tensors = _whole(parameters, factory, config, range(config.num_stages))
     _checked(tensors, record.step + 1)

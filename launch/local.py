@@ -162,7 +162,8 @@ def parse(argv: Sequence[str]) -> LocalOptions:
         metavar="X",
         type=positive_number,
         default=None,
-        help="passes over the data, also parts of one, instead of --steps (default: one for --model with --data)",
+        help="passes over the data, also parts of one, instead of --steps (a new run of --model DIR with --data makes one, with "
+        "up to 1,024 tokens, 3 %% of warm-up and a learning rate of 2e-4 with --lora, 2e-5 without, where nothing else is said)",
     )
     add_config_options(parser)
     add_output_options(parser)

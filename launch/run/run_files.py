@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,15 +217,16 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         and not is_dotted(config.model)
         and stated_vocab_size(config) is None
     )
-    found = describe_data(
-        config,
-        paths.data,
-        paths.eval_data,
-        paths.tokenizer,
+    describe = partial(
+        describe_data,
+        data=paths.data,
+        eval_data=paths.eval_data,
+        tokenizer=paths.tokenizer,
         vocab_size=None if gets_vocabulary else vocab_size_of(config),
         today=today or datetime.now(UTC).date(),
         cache=token_cache(),
     )
+    found = describe(config)
     if "no_decay" not in config.model_fields_set:
         found["no_decay"] = NEW_NO_DECAY
     if paths.model is not None:
@@ -239,9 +241,11 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         _log.info("%s", taken)
     for line in warnings(config):
         _log.warning("%s", line)
-    found |= (left_open or LeftOpen()).settled(config, facts.samples)
     if config.packing and cost_apart is not None:
         found["packing"] = _share_samples(config, cost_apart)
+        if not found["packing"]:  # there are more samples then
+            facts = describe(config.model_copy(update={"packing": False}))["facts"]
+    found |= (left_open or LeftOpen()).settled(config, facts.samples)
     fields = {**config.model_dump(), **found}
     if gets_vocabulary:
         fields["model_options"] = {**config.model_options, "vocab_size": vocab_size}

@@ -83,6 +83,18 @@ def test_what_begins_from_random_values_or_has_no_data_keeps_the_values_of_the_d
     assert (run.total_steps, run.warmup_steps, told) == (6, DEMONSTRATION.warmup_steps, "")
 
 
+def test_an_epoch_counts_the_samples_that_a_model_gets_which_lets_examples_see_each_other(chat: Path) -> None:
+    words = ("--model", "causal-lm", "--data", chat, "--epochs", 1, "--target-batch-size", 8, "--sequence-length", 64)
+    assert created(*words, "--set", "model_options.model_type=qwen3_next")[0].total_steps == 12
+    assert created(*words, "--set", "model_options.model_type=llama")[0].total_steps == 3
+
+
+def test_warm_up_counts_what_the_schedule_counts(model: Path, chat: Path) -> None:
+    words = ("--model", model, "--data", chat, "--target-batch-size", 160, "--steps", 10)
+    assert created(*words)[0].warmup_steps == 1
+    assert created(*words, "--mode", "local", "--inner-steps", 20)[0].warmup_steps == 6
+
+
 def test_a_rate_far_above_the_usual_is_warned_of(model: Path, chat: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ("--model", model, "--data", chat, "--steps", 9)
     created(*words, "--learning-rate", "2e-4")

@@ -5,9 +5,11 @@ peft loads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,18 @@ from launch.processes.logs import Announcer
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
 from launch.processes.state_directory import is_state_directory
-from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, tokenizer_in, weights_for
+from launch.run.model_card import write_card
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, noted_place, tokenizer_in, weights_for
+from launch.run.stage_tensors import StageTensors
+from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError
 from swarm.base.ids import Address
 
 if TYPE_CHECKING:
     import torch
+
+    from swarm.wire.messages import CommitRecord
 
 PROGRAM = "export_model"
 
@@ -36,6 +43,7 @@ class ExportOptions(ModelOptions, ImportOptions, OutputOptions):
     join: Address | None
     join_timeout: float
     out: Path
+    dtype: str | None
     step: int | None
     best: bool
     tokenizer: Path | None
@@ -89,6 +97,13 @@ def parse(argv: Sequence[str]) -> ExportOptions:
         default=None,
         help="put the run's tokenizer beside the model (default: that of --model, or of a local run)",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        default=None,
+        help="of the values (default: as the model that the run began with has them; float32 of one from random values, and "
+        "of an adapter)",
+    )
     add_model_option(parser)
     add_import_option(parser)
     add_output_options(parser)
@@ -100,40 +115,57 @@ def serve(options: ExportOptions, argv: list[str], reports: Reports) -> int:
     if is_state_directory(options.out):
         raise ConfigError(f"--out {options.out} is a state directory: name another, such as {options.out / 'exported'}")
     if options.join is not None:
-        config, parameters, step, version_id = asyncio.run(_from_peers(options, options.join))
+        found = asyncio.run(_from_peers(options, options.join))
     else:
-        config, parameters, step, version_id = _from_checkpoints(options)
-    factory = _factory(options, config)
-    _add_untrained(parameters, factory, config)
-    _give_types(parameters, factory, config)
-    _require_finite(parameters, step)
-    factory.save_pretrained(parameters, options.out)
+        found = _from_checkpoints(options)
+    config, record = found.config, found.record
+    base = _base(options)
+    _save(options, found, base)
     tokenizer = _tokenizer(options)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, config, options.out)
-    what = "adapter" if config.lora is not None else "model"
+    write_card(options.out, config, record, base=base, evaluation=found.evaluation)
+    what, step = "adapter" if config.lora is not None else "model", record.step + 1
     Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(
         f"wrote the {what} of step {step} to {options.out}{'' if tokenizer is None else ', with its tokenizer'}",
         step=step,
-        version_id=version_id,
+        version_id=record.version_id,
         out=str(options.out),
     )
     return EXIT_DONE
 
 
-Exported = tuple[RunConfig, "dict[str, torch.Tensor]", int, str]
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What is exported: the tensors, one part of the model in memory at a time, and the run that they are of."""
+
+    config: RunConfig
+    factory: Any
+    tensors: Mapping[str, torch.Tensor]
+    record: CommitRecord
+    #: Loss of the evaluation at it, where a peer marked it as its best.
+    evaluation: float | None = None
 
 
 def _from_checkpoints(options: ExportOptions) -> Exported:
     from swarm.stage.saved.checkpoint import StageCheckpoint
-    from swarm.stage.saved.whole_checkpoint import use_complete
+    from swarm.stage.saved.whole_checkpoint import find_complete, use_complete
 
     assert options.checkpoints is not None
-    found = use_complete(options.checkpoints, StageCheckpoint.parameters, step=options.step, best=options.best)
-    config = parse_config_bytes(found[0][0].config_bytes)
-    parameters = {name: value for _, tensors in found for name, value in tensors.items()}
+    first = find_complete(options.checkpoints, step=options.step, best=options.best)[0]
+    config = parse_config_bytes(first.config_bytes)
+    factory = _factory(options, config)
+
+    def read(checkpoint: StageCheckpoint) -> Mapping[str, torch.Tensor]:
+        return _whole(checkpoint.parameters(), factory, config, [checkpoint.stage])
+
+    # Each is read twice, to hold one at a time: whether all are intact is known before anything is written.
+    found = use_complete(
+        options.checkpoints, lambda x: _checked(read(x), x.record.step + 1), step=options.step, best=options.best
+    )
     record = found[0][0].record
-    return config, parameters, record.step + 1, record.version_id
+    tensors = StageTensors([(names, partial(read, checkpoint)) for checkpoint, names in found])
+    return Exported(config=config, factory=factory, tensors=tensors, record=record, evaluation=found[0][0].best_loss)
 
 
 async def _from_peers(options: ExportOptions, address: Address) -> Exported:
@@ -148,45 +180,88 @@ async def _from_peers(options: ExportOptions, address: Address) -> Exported:
         config = parse_config_bytes(info.config.encode())
         factory = _factory(options, config)
         record, parameters = await fetch_parameters(
-            transport, info, config, factory, deadline_s=options.join_timeout, rng=random.Random()
+            transport,
+            info,
+            config,
+            factory,
+            deadline_s=options.join_timeout,
+            rng=random.Random(),
+            directory=next(path for path in options.out.absolute().parents if path.is_dir()),  # on the disk that it goes to
         )
-    return config, parameters, record.step + 1, record.version_id
+    tensors = _whole(parameters, factory, config, range(config.num_stages))
+    _checked(tensors, record.step + 1)
+    return Exported(config=config, factory=factory, tensors=tensors, record=record)
+
+
+def _save(options: ExportOptions, found: Exported, base: str | None) -> None:
+    """Write the tensors in the form that was asked for, or in the base's; a model of one's own has its own."""
+    import torch
+
+    from models.causal_lm import CausalLMFactory
+    from models.files.export import Form
+    from models.files.pretrained import PretrainedFactory
+    from models.lora import LoraFactory
+
+    factory, dtype = found.factory, None if options.dtype is None else getattr(torch, options.dtype)
+    if isinstance(factory, LoraFactory):
+        directory = str(Path(base).resolve()) if base is not None and Path(base).is_dir() else None
+        factory.save_pretrained(found.tensors, options.out, base=directory, dtype=dtype or torch.float32)
+    elif isinstance(factory, PretrainedFactory):
+        factory.save_pretrained(found.tensors, options.out, factory.form(dtype))
+    elif isinstance(factory, CausalLMFactory):
+        factory.save_pretrained(found.tensors, options.out, form=None if dtype is None else Form(dtype=dtype))
+    elif dtype is not None:
+        raise ConfigError(f"--dtype {options.dtype}: a {type(factory).__name__} writes its values in a type of its own")
+    else:
+        factory.save_pretrained(dict(found.tensors), options.out)
+
+
+def _base(options: ExportOptions) -> str | None:
+    """Where the model is that the run began with: named, or noted by a local run."""
+    return options.model or next(filter(None, map(noted_place, options.checkpoints or [])), None)
 
 
 def _factory(options: ExportOptions, config: RunConfig) -> Any:
+    """What knows the model; with the base's own files, as far as they are here."""
     from models.registry import factory_of
 
-    source = weights_for(config, options.model) if options.model is not None else None
+    source, place = weights_for(config, options.model) if options.model is not None else None, _base(options)
+    if source is None and config.model == PRETRAINED and place is not None and Path(place).is_dir():
+        with contextlib.suppress(ConfigError):  # another model is there now: nobody asked for that one
+            return factory_of(config, may_import=options.allow_import, source=weights_for(config, place))
     factory = factory_of(config, may_import=options.allow_import, source=source)
     if getattr(factory, "save_pretrained", None) is None:
         raise ConfigError(f"model {type(factory).__name__} has no save_pretrained: it cannot be exported")
     return factory
 
 
-def _add_untrained(parameters: dict[str, torch.Tensor], factory: Any, config: RunConfig) -> None:
-    """What a run with `frozen` parameters does not checkpoint comes from where it came from at first."""
-    if not config.frozen or config.lora is not None:
-        return
-    if not getattr(factory, "has_values", True):
-        raise ConfigError(f"the run does not train {', '.join(config.frozen)}: name its model with --model")
-    for stage in range(config.num_stages):
-        for name, value in factory.build(stage).named_parameters():
-            parameters.setdefault(name, value.detach())
+def _whole(
+    tensors: Mapping[str, torch.Tensor], factory: Any, config: RunConfig, stages: Iterable[int]
+) -> Mapping[str, torch.Tensor]:
+    """What `stages` consist of, from what was trained of them.
 
-
-def _give_types(parameters: dict[str, torch.Tensor], factory: Any, config: RunConfig) -> None:
-    """Buffers that training changed get the types that they have in the model: whole numbers are kept as others."""
+    What a run with `frozen` parameters does not checkpoint comes from where it came from at first. Buffers that training
+    changed get the types that they have in the model: whole numbers are kept as others.
+    """
     from swarm.stage.module import Outlined, saved_buffers
 
-    if isinstance(factory, Outlined):  # none of its buffers change
-        return
-    for stage in range(config.num_stages):
-        for name, buffer in saved_buffers(factory.build(stage)).items():
-            if name in parameters:
-                parameters[name] = parameters[name].to(buffer.dtype)
+    adds_frozen, has_buffers = bool(config.frozen) and config.lora is None, not isinstance(factory, Outlined)
+    if adds_frozen and not getattr(factory, "has_values", True):
+        raise ConfigError(f"the run does not train {', '.join(config.frozen)}: name its model with --model")
+    found = dict(tensors)
+    for stage in stages if adds_frozen or has_buffers else ():
+        module = factory.build(stage)
+        if adds_frozen:
+            for name, value in module.named_parameters():
+                found.setdefault(name, value.detach())
+        for name, buffer in saved_buffers(module).items() if has_buffers else ():
+            if name in found:
+                found[name] = found[name].to(buffer.dtype)
+    return found
 
 
-def _require_finite(parameters: dict[str, torch.Tensor], step: int) -> None:
+def _checked(parameters: Mapping[str, torch.Tensor], step: int) -> frozenset[str]:
+    """The names of parameters, all of whose values are numbers."""
     from swarm.wire.compression import all_finite
 
     spoilt = [name for name, value in parameters.items() if not all_finite(value)]
@@ -196,6 +271,7 @@ def _require_finite(parameters: dict[str, torch.Tensor], step: int) -> None:
             f"the model of step {step} is of no use: {which} "
             "numbers that are not finite (NaN or infinity); export an earlier checkpoint with --step"
         )
+    return frozenset(parameters)
 
 
 def _tokenizer(options: ExportOptions) -> Path | None:

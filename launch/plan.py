@@ -13,8 +13,9 @@ from launch.options import ConfigOptions, OutputOptions, add_config_options, add
 from launch.processes.logs import console
 from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of
+from launch.run.left_open import filled
 from launch.run.models import require_whole
-from launch.run.run_files import build_config, read_run_file, with_model
+from launch.run.run_files import DataPaths, build_config, read_run_file, with_model
 from launch.run.stage_plan import StageRow, plan_of, with_stages
 from swarm.base.config import RunConfig
 
@@ -127,6 +128,7 @@ def serve(options: PlanOptions, argv: list[str], reports: Reports) -> int:
         place = run_file.paths.model
     if place is not None:
         require_whole(place)
+    overrides, _ = filled(run_file, overrides, DataPaths(model=place, data="of the user's own"))  # which are not read here
     overrides, reason = with_stages(run_file, overrides, options.peer_memory)
     config = build_config(run_file, overrides)
     rows = plan_of(config)

@@ -25,7 +25,7 @@ from launch.processes.reports import NO_REPORTS, Reports
 from launch.processes.runner import main_of, run_peer
 from launch.run.metrics import MetricsFile
 from launch.run.models import vocab_size_of
-from launch.run.step_lines import goes_on_text, step_text
+from launch.run.step_lines import facts_text, goes_on_text, step_text
 from launch.run.ticket_files import TicketFiles
 from launch.run.token_cache import token_cache
 
@@ -99,6 +99,7 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
 
         def on_step(report: StepReport) -> None:
             line = report.json_line()
+            line["epoch"] = line["step"] * context.config.target_batch_size / feed.num_samples
             metrics.append(line)
             if report.goes_on:
                 announcer.line(goes_on_text(line, total_steps), goes_on_after=line["step"])
@@ -110,7 +111,9 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
         def on_evaluation(evaluation: Evaluation) -> None:
             values = dataclasses.asdict(evaluation)
             announcer.line(f"evaluation at step {evaluation.step}: loss {evaluation.loss:.4f}", **values)
-            reports.send("evaluation", step=evaluation.step, loss=evaluation.loss)
+            run, step, version_id, loss = context.run[:12], evaluation.step, evaluation.version_id, evaluation.loss
+            metrics.evaluate(run, step, version_id, loss)
+            reports.send("evaluation", run=run, step=step, version_id=version_id, loss=loss)
 
         def on_waiting(reason: str) -> None:
             announcer.line(f"waiting for {reason}", waiting_for=reason)
@@ -126,6 +129,9 @@ def serve(options: TrainerOptions, argv: list[str], reports: Reports) -> int:
                 cache=token_cache(),
             )
         )
+        text, facts = facts_text(feed.facts, context.config), dataclasses.asdict(feed.facts)
+        announcer.line(text, **facts)
+        reports.send("data", text=text, facts=facts)
         tickets = None if options.state_dir is None else TicketFiles(options.state_dir, context.config)
         trainer = Trainer(
             context,

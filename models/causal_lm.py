@@ -16,7 +16,7 @@ from models import compressors
 from models.anatomy import anatomy_of
 from models.cost import cost_of
 from models.cut import CausalLMStage
-from models.files.export import write_model
+from models.files.export import Form, write_model
 from models.initial import initialize, initialize_buffers
 from models.options import config_of
 from swarm.base.config import RunConfig
@@ -47,6 +47,7 @@ class CausalLMFactory:
         self.config = config_of({n: v for n, v in options.items() if n not in own}, run, strict=strict)
         self.vocab_size: int = self.config.vocab_size
         lm = self.skeleton()
+        self._shapes = {name: tuple(p.shape) for name, p in lm.named_parameters()}
         self.cost = cost_of(lm, anatomy_of(lm), sequence_length=run.sequence_length, frozen=run.frozen)
         whole = CausalLMStage(lm)
         self.num_layers = whole.num_layers
@@ -127,23 +128,31 @@ class CausalLMFactory:
         Raises:
             ValueError: if a parameter is missing, unknown or of another shape, or copies of one differ.
         """
+        return {name: self._exported(params, name).cpu().contiguous() for name in self._names_to_export(params)}
+
+    def _names_to_export(self, params: Mapping[str, torch.Tensor]) -> list[str]:
+        """In the model's order, which is that of the stages. See `export_state_dict`."""
         for name, owner in self.owners.items():
             if name in params and owner in params and not torch.equal(params[name], params[owner]):
                 raise ValueError(f"{name} and {owner} are one parameter, and differ")
-        params = {name: value for name, value in params.items() if name not in self.owners}
-        wanted = {name: tuple(p.shape) for name, p in self.skeleton().named_parameters()}
-        given = {name: tuple(p.shape) for name, p in params.items()}
-        wrong = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
+        wrong = sorted(self._shapes.keys() ^ (params.keys() - self.owners.keys()))
         if wrong:
-            name = wrong[0]
-            raise ValueError(f"{len(wrong)} parameters do not fit, first {name}: {given.get(name)} instead of {wanted.get(name)}")
-        return {name: params[name].detach().cpu().contiguous() for name in wanted}
+            what = "missing" if wrong[0] in self._shapes else "unknown"
+            raise ValueError(f"{len(wrong)} parameters do not fit, first {wrong[0]}, which is {what}")
+        return list(self._shapes)
+
+    def _exported(self, params: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        value = params[name].detach()
+        if tuple(value.shape) != self._shapes[name]:
+            raise ValueError(f"parameters do not fit: {name} is {tuple(value.shape)} instead of {self._shapes[name]}")
+        return value
 
     def save_pretrained(
         self,
         params: Mapping[str, torch.Tensor],
         directory: str | os.PathLike[str],
         buffers: Mapping[str, torch.Tensor] | None = None,
+        form: Form | None = None,
     ) -> None:
         """Write a directory that `AutoModelForCausalLM.from_pretrained` loads; an old one stays until the new is whole.
 
@@ -151,9 +160,10 @@ class CausalLMFactory:
         is loaded with `dtype=torch.float64`; it then differs from the run by the fp32 casts inside transformers.
 
         Args:
-            params: every parameter.
+            params: every parameter; read one after the other, in the order of the layers.
             directory: is made if it is missing.
             buffers: what a checkpoint holds besides.
+            form: what the files are like; by default fp32, or fp64 of a run of that precision.
 
         Raises:
             ConfigError: the model is none of transformers'.
@@ -164,10 +174,11 @@ class CausalLMFactory:
             raise ConfigError(f"a model with model_options.compressor {self.compression.kind!r} is none of transformers'")
         write_model(
             directory,
-            {**self.export_state_dict(params), **(buffers or {})},
-            self.config,
-            dtype=self._dtype,
-            architecture=type(self.skeleton()).__name__,
+            self._names_to_export(params),
+            lambda name: self._exported(params, name),
+            self.skeleton(),
+            form or Form(dtype=self._dtype),
+            buffers=buffers or {},
             byte_tokenizer=self.vocab_size == 256 and self._run.tokenizer_digest in ("", ByteTokenizer.digest),
         )
 

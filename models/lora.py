@@ -17,7 +17,7 @@ import torch
 
 from models.cost import ModelCost, cost_of
 from models.files.pretrained import PretrainedFactory
-from models.files.shards import Source
+from models.files.shards import Directory, Source
 from models.initial import uniform
 from models.quantized import Bits, QuantizedLinear, bitsandbytes_functional
 from swarm.base.config import RunConfig
@@ -45,6 +45,7 @@ class LoraFactory:
         self._run = run
         self._lora = run.lora
         self.base = PretrainedFactory(run, source)
+        self._directory = str(Path(source.name).resolve()) if isinstance(source, Directory) else ""
         self.num_stages = self.base.num_stages
         self.has_values = self.base.has_values
         self._peft = _import_peft()
@@ -121,7 +122,7 @@ class LoraFactory:
         """The module of `stage` on the CPU, in fp64 if the run's precision is that, else in fp32."""
         return self.base.filled(self.outline(stage), stage, self.load)
 
-    def _peft_config(self, targets: list[str]) -> Any:
+    def _peft_config(self, targets: list[str], **place: str | None) -> Any:
         lora = self._lora
         return self._peft.LoraConfig(
             r=lora.r,
@@ -130,15 +131,29 @@ class LoraFactory:
             target_modules=targets,
             bias="none",
             task_type="CAUSAL_LM",
-            base_model_name_or_path=self._run.weights_source or None,
+            **place,
         )
 
     # ------------------------------------------------------------------------------------------------ export
 
-    def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: str | os.PathLike[str]) -> None:
+    def save_pretrained(
+        self,
+        params: Mapping[str, torch.Tensor],
+        directory: str | os.PathLike[str],
+        *,
+        base: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Write a directory that `peft.PeftModel.from_pretrained` loads onto the base model.
 
+        Args:
+            params: the adapters'.
+            directory: is made if it is missing.
+            base: directory of the base model; by default the one that this was made with, else the hub's id.
+            dtype: of the adapters' values.
+
         Raises:
+            ConfigError: nothing says where the base is.
             StorageError: if the directory cannot be written.
             ValueError: if a parameter is no adapter's, or one is missing.
         """
@@ -146,9 +161,14 @@ class LoraFactory:
         wanted = {name for module in stages for name, p in module.named_parameters() if p.requires_grad}
         if params.keys() != wanted:
             raise ValueError(f"parameters do not fit, such as {min(params.keys() ^ wanted)}")
+        hub_id, _, revision = self._run.weights_source.partition("@")
+        hub_id = hub_id or str(self._run.model_options.get("_name_or_path") or "")
+        base = base or ("" if hub_id and revision else self._directory)
+        if not (base or hub_id):
+            raise ConfigError("the adapter belongs to a model that the run does not name: say where it is with --model")
         path = Path(directory)
         tensors = {
-            _PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach().to(torch.float32).cpu().contiguous()
+            _PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach().to(dtype).cpu().contiguous()
             for name, parameter in params.items()
         }
         try:
@@ -156,7 +176,8 @@ class LoraFactory:
             partial = path / "adapter_model.safetensors.partial"
             save_file(tensors, partial)
             os.replace(partial, path / "adapter_model.safetensors")
-            config = self._peft_config(self._targets)
+            place = {"base_model_name_or_path": base or hub_id, "revision": None if base else revision or None}
+            config = self._peft_config(self._targets, **place)
             config.inference_mode = True
             config.save_pretrained(path)
         except Exception as error:  # safetensors raises its own type for a full disk

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.processes.devices import DEFAULT_MEMORY_PART, available_memory, num_cores
+from launch.run.left_open import LeftOpen
 from launch.run.run_files import DataPaths
 from swarm.base.config import RunConfig
 from swarm.base.ids import Address
@@ -36,6 +37,8 @@ class SwarmPlan:
     state_dir_is_new: bool
     #: Configuration of the run that `state_dir` belongs to already.
     stored_config: bytes | None
+    #: What follows from the data, which nobody has read yet.
+    left_open: LeftOpen
     host: str
     port: int
     device: str

@@ -30,7 +30,7 @@ from launch.processes.children import Child, Children
 from launch.processes.daemon_thread import in_daemon_thread
 from launch.processes.runner import Stopper
 from launch.run.metrics import MetricsFile
-from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer
+from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, note_place
 from launch.run.run_files import create_run, require_same, still_needed
 from launch.run.step_lines import goes_on_text, loss_text
 from models.presets import PRETRAINED
@@ -119,12 +119,19 @@ class LocalSwarm:
     async def _start_backbone(self) -> Address:
         await self._light.start()
         plan = self._plan
-        self._described = described = await in_daemon_thread(lambda: create_run(self._config, plan.paths))
+        self._described = described = await in_daemon_thread(
+            lambda: create_run(self._config, plan.paths, left_open=plan.left_open)
+        )
+        self._picture.plan(described.total_steps)
         config_bytes = plan.stored_config or described.to_bytes()
         if plan.stored_config is not None:
             require_same(plan.stored_config, described, plan.state_dir)
         require_own(plan.state_dir, run_id_of(config_bytes))
         plan.run_file.write_bytes(config_bytes)
+        if plan.stored_config is None and (told := plan.left_open.told(described)):
+            self._view.event(told)
+        if plan.paths.model is not None:
+            note_place(plan.state_dir, plan.paths.model)
         tokenizer = plan.paths.with_tokenizer().tokenizer
         if tokenizer is not None:
             copy_tokenizer(Path(tokenizer), None, plan.state_dir / TOKENIZER_DIRECTORY)
@@ -234,10 +241,14 @@ class LocalSwarm:
                 return
             if begins:  # else a trainer was started again, and steps had committed meanwhile
                 self._num_steps_before = report["step"]
-            self._view.event(goes_on_text(report, self._config.total_steps), goes_on_after=report["step"])
+            self._view.event(goes_on_text(report, self._described.total_steps), goes_on_after=report["step"])
+        elif event == "data" and name == "trainer-0":
+            self._view.event(report["text"], **report["facts"])
         elif event == "waiting" and name == "trainer-0":
             self._view.event(f"waiting for {report['reason']}", **report)
         elif event == "evaluation" and self._picture.evaluate(report["step"], report["loss"]):
+            if self._metrics is not None:
+                self._metrics.evaluate(**report)
             self._view.event(f"evaluation at step {report['step']}: loss {report['loss']:.4f}", **report)
 
     async def _take_over(self) -> None:
@@ -334,7 +345,7 @@ class LocalSwarm:
 
     def summary(self, *, is_done: bool) -> list[tuple[str, dict[str, Any]]]:
         """Lines for people, each with its values for machines, once `run` has ended."""
-        state_dir, total_steps = self._plan.state_dir, self._config.total_steps
+        state_dir, total_steps = self._plan.state_dir, self._described.total_steps
         step, evaluation, best = self._picture.step, self._picture.evaluation, self._picture.best
         seconds = time.monotonic() - self._began
         num_steps = step["step"] if step else 0

@@ -71,6 +71,10 @@ class Picture:
     evaluation: tuple[int, float] | None = None
     best: tuple[int, float] | None = None
 
+    def plan(self, total_steps: int) -> None:
+        """Show how many steps the run has, once its data are known."""
+        self.total_steps = total_steps
+
     def advance(self, report: dict[str, Any]) -> bool:
         """Take the report of a step, and return True, unless one of this step or a later one is known."""
         if self.step is not None and report["step"] <= self.step["step"]:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from setproctitle import setproctitle
 
@@ -19,7 +20,8 @@ from launch.processes.logs import Announcer
 from launch.processes.reports import Reports
 from launch.processes.state_directory import claim_directory
 from launch.run.kept_run import KeptRun, kept_run
-from launch.run.run_files import DataPaths, build_config, create_run, read_run_file, with_model
+from launch.run.left_open import LeftOpen, as_begun, epochs_of, filled, is_begun
+from launch.run.run_files import DataPaths, RunFile, build_config, create_run, read_run_file, with_model
 from swarm.base.config import RunConfig, parse_config_bytes
 from swarm.base.errors import ConfigError, StorageError
 from swarm.base.ids import Address, new_incarnation
@@ -89,13 +91,27 @@ async def find_run(options: PeerOptions, transport: Transport, kept: KeptRun | N
     paths = run_file.paths.overridden_by(options)
     if run_file.config_bytes is not None:
         return KnownRun(config_bytes=run_file.config_bytes, paths=paths)
-    overrides, _ = with_model({} if options.model is None else {"model": options.model})
-    config = create_run(build_config(run_file, overrides), paths)
+    config = _created(run_file, {} if options.model is None else {"model": options.model}, paths, kept)
     if config.frozen:
         from models.registry import factory_of
 
         factory_of(config)  # that there are such parameters is seen before anyone joins
     return KnownRun(config_bytes=config.to_bytes(), paths=paths)
+
+
+def _created(run_file: RunFile, given: dict[str, Any], paths: DataPaths, kept: KeptRun | None) -> RunConfig:
+    """The run of `run_file`; what it leaves open is as in the run that was `kept`, if that is the same one."""
+    overrides, _ = with_model(given)
+    epochs = epochs_of(run_file, overrides, None)
+    if kept is not None:
+        begun = build_config(run_file, as_begun(run_file, overrides, kept.config.encode()))
+        if is_begun(begun, kept.config.encode(), epochs=epochs):
+            return create_run(begun, paths, left_open=LeftOpen(epochs=epochs))
+    overrides, left_open = filled(run_file, overrides, paths)
+    config = create_run(build_config(run_file, overrides), paths, left_open=left_open)
+    if told := left_open.told(config):
+        logger.info("%s", told)
+    return config
 
 
 def _contacts(state_dir: Path | None, kept: KeptRun | None) -> Contacts | None:

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 #: Where a local run keeps its tokenizer, in its state directory.
 TOKENIZER_DIRECTORY = "tokenizer"
+#: Where a local run notes, in its state directory, where this machine has the model that it began with.
+_PLACE_FILE = "model.txt"
 
 
 def place_of(model: Any, *, relative_to: Path | None = None) -> str | None:
@@ -140,6 +142,19 @@ def copy_tokenizer(source: Path, config: RunConfig | None, target: Path) -> None
                 shutil.copyfile(source / file, target / file)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}") from None
+
+
+def note_place(state_dir: Path, place: str) -> None:
+    """Note for an export where this machine has the model that the run began with."""
+    (state_dir / _PLACE_FILE).write_text((str(Path(place).resolve()) if Path(place).is_dir() else place) + "\n")
+
+
+def noted_place(state_dir: Path) -> str | None:
+    """What `note_place` noted there."""
+    try:
+        return (state_dir / _PLACE_FILE).read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def weights_for(config: RunConfig, place: str | None) -> Source | None:

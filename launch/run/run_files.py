@@ -11,17 +11,21 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from launch.arguments import MAX_PROCESSES
 from launch.options import DataOptions, ModelOptions
 from launch.run.averaging_notes import follow_compressor, taken_defaults, warnings
+from launch.run.left_open import LeftOpen
 from launch.run.models import TOKENIZER_DIRECTORY, described, fields_of, place_of, stated_vocab_size, tokenizer_in, vocab_size_of
 from launch.run.token_cache import token_cache
 from models.packing import why_apart
 from models.presets import PRETRAINED
-from swarm.base.config import NEW_NO_DECAY, RunConfig, parse_config, parse_config_bytes
+from swarm.base.config import NEW_NO_DECAY, RunConfig, first_problem, parse_config, parse_config_bytes
 from swarm.base.dotted import is_dotted
 from swarm.base.errors import ConfigError
 from swarm.feed.files import HUB_PREFIX, is_there
@@ -91,6 +95,7 @@ class RunFile:
     fields: Mapping[str, Any]
     paths: DataPaths = DataPaths()
     local: Mapping[str, Any] = field(default_factory=dict)
+    epochs: float | None = None
     #: The verbatim bytes, if the file is a run's own configuration (`run.json`) rather than TOML.
     config_bytes: bytes | None = None
 
@@ -120,13 +125,17 @@ def read_run_file(path: Path) -> RunFile:
         raise ConfigError(f"{path}: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    known = set(RunConfig.model_fields) | set(PATH_KEYS) | {"local"}
+    known = set(RunConfig.model_fields) | set(PATH_KEYS) | {"local", "epochs"}
     for key in table:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}")
     table, place = with_model(table, relative_to=path.parent)
     paths = DataPaths(model=place, **{key: _data_path(path, key, table.pop(key)) for key in PATH_KEYS if key in table})
-    return RunFile(path=path, fields=table, local=_local_table(path, table.pop("local", {})), paths=paths)
+    local, epochs = _local_table(path, table.pop("local", {})), table.pop("epochs", None)
+    is_number = isinstance(epochs, int | float) and not isinstance(epochs, bool) and 0 < epochs < float("inf")
+    if epochs is not None and not is_number:
+        raise ConfigError(f"{path}: epochs: {epochs!r} is no number above 0")
+    return RunFile(path=path, fields=table, local=local, paths=paths, epochs=epochs)
 
 
 def _data_path(run_file: Path, key: str, value: Any) -> str:
@@ -188,13 +197,14 @@ def build_config(run_file: RunFile | None, overrides: Mapping[str, Any]) -> RunC
     return parse_config(merged, where=" with ".join(sources), given=overrides if is_saved else None)
 
 
-def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None) -> RunConfig:
+def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None, left_open: LeftOpen | None = None) -> RunConfig:
     """`config` with the digests of this machine's data and tokenizer, and with the tokenizer's vocabulary if it has none.
 
     Reads the data; may take seconds. `today` (by default that of UTC) is what a chat template is told that asks for it.
+    What was `left_open` follows from the number of samples.
 
     Raises:
-        ConfigError: the data is unusable, or is not the data whose digest the configuration states.
+        ConfigError: the data is unusable, is not the data whose digest the configuration states, or makes too many steps.
     """
     from swarm.feed.feed import describe_data
 
@@ -207,15 +217,16 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         and not is_dotted(config.model)
         and stated_vocab_size(config) is None
     )
-    found = describe_data(
-        config,
-        paths.data,
-        paths.eval_data,
-        paths.tokenizer,
+    describe = partial(
+        describe_data,
+        data=paths.data,
+        eval_data=paths.eval_data,
+        tokenizer=paths.tokenizer,
         vocab_size=None if gets_vocabulary else vocab_size_of(config),
         today=today or datetime.now(UTC).date(),
         cache=token_cache(),
     )
+    found = describe(config)
     if "no_decay" not in config.model_fields_set:
         found["no_decay"] = NEW_NO_DECAY
     if paths.model is not None:
@@ -225,17 +236,23 @@ def create_run(config: RunConfig, paths: DataPaths, *, today: date | None = None
         if stated and key in found and stated != found[key]:
             here = f"the run states {str(stated)[:12]}.., what is here has {str(found[key])[:12]}.."
             raise ConfigError(f"{key}: {here}: name the run's {named}")
-    vocab_size, cost_apart, _ = (found.pop(key) for key in ("vocab_size", "cost_apart", "facts"))
+    vocab_size, cost_apart, facts = (found.pop(key) for key in ("vocab_size", "cost_apart", "facts"))
     if taken := taken_defaults(config):
         _log.info("%s", taken)
     for line in warnings(config):
         _log.warning("%s", line)
     if config.packing and cost_apart is not None:
         found["packing"] = _share_samples(config, cost_apart)
+        if not found["packing"]:  # there are more samples then
+            facts = describe(config.model_copy(update={"packing": False}))["facts"]
+    found |= (left_open or LeftOpen()).settled(config, facts.samples)
     fields = {**config.model_dump(), **found}
     if gets_vocabulary:
         fields["model_options"] = {**config.model_options, "vocab_size": vocab_size}
-    return RunConfig(**fields)
+    try:
+        return RunConfig(**fields)
+    except ValidationError as error:
+        raise ConfigError(f"with this data: {first_problem(error)}") from None
 
 
 def _share_samples(config: RunConfig, cost_apart: str) -> bool:

@@ -1,9 +1,27 @@
-"""A committed step as a line for people; `launch_trainer` and `launch_local` print the same."""
+"""A run's data, and a committed step, as a line for people; `launch_trainer` and `launch_local` print the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swarm.base.config import RunConfig
+    from swarm.feed.datasets import DataFacts
+
+
+def facts_text(facts: DataFacts, config: RunConfig) -> str:
+    """What the data of a run are, and how often its steps pass over them."""
+    parts = []
+    if facts.rows:
+        parts.append(f"{sum(facts.rows.values()):,} rows, {facts.rows_left_out:,} left out")
+    parts.append(f"{facts.samples:,} windows to train on, {facts.eval_samples:,} held out")
+    if facts.tokens is not None:
+        parts.append(f"{facts.tokens:,} tokens, {facts.trained_tokens:,} trained")
+    if facts.rows:
+        parts.append(f"{facts.examples_cut:,} examples cut, {facts.examples_left_out:,} left out")
+    epochs = config.total_steps * config.target_batch_size / facts.samples
+    return f"data: {'; '.join(parts)}; {config.total_steps:,} steps make {epochs:.3g} epochs"
 
 
 def step_text(line: Mapping[str, Any], total_steps: int) -> str:

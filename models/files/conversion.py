@@ -62,6 +62,22 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
+def as_saved(lm: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters under the names, and in the shapes, that transformers saves them in: those of the family's checkpoints.
+
+    Args:
+        tensors: all of a layer, by the model's names. They stay as they are where no rule is known that leads back.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return dict(tensors)
+    try:
+        return dict(revert_weight_conversion(lm, dict(tensors)))
+    except (NotImplementedError, KeyError):  # a rule that has no way back
+        return dict(tensors)
+
+
 def _rules_of(lm: PreTrainedModel) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
     """What gives a file's name the model's, with the pattern of the rule that applies, and the rules by pattern."""
     try:

@@ -18,7 +18,8 @@ import torch
 from models.causal_lm import CausalLMFactory
 from models.cost import ModelCost
 from models.files.conversion import Conversion, TensorConversion
-from models.files.shards import ShardEntry, Shards, Source, block_digests, block_of, read_config
+from models.files.export import GENERATION_FILE, SHARD_BYTES, Form
+from models.files.shards import Directory, ShardEntry, Shards, Source, block_digests, block_of, read_config
 from models.files.stored_codes import FLOATS, method_of, refusal, require_full_precision
 from swarm.base.config import RunConfig
 from swarm.base.errors import ConfigError
@@ -238,8 +239,30 @@ class PretrainedFactory:
 
     # ------------------------------------------------------------------------------------------------ export
 
-    def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: Any) -> None:
-        """See `CausalLMFactory.save_pretrained`.
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """What the base's configuration says that its parameters are kept in."""
+        options = self._run.model_options
+        dtype = getattr(torch, str(options.get("dtype") or options.get("torch_dtype")).removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
+
+    def form(self, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES) -> Form:
+        """What the base's files are like, as far as this machine knows; with `dtype`, all is of that."""
+        if self._shards is None:
+            return Form(dtype=dtype or self.base_dtype, shard_bytes=shard_bytes)
+        shards, generation = self._shards, self._shards.source.path(GENERATION_FILE)
+        is_here = isinstance(shards.source, Directory)  # a hub's files would be fetched for it
+        floats = {name: kind for name in shards.names if is_here and (kind := shards.entry(name).dtype) in FLOATS}
+        return Form(
+            dtype=dtype or self.base_dtype,
+            dtypes={} if dtype is not None else {name: _DTYPES[kind] for name, kind in floats.items()},
+            names=shards.names,
+            generation=None if generation is None else generation.read_bytes(),
+            shard_bytes=shard_bytes,
+        )
+
+    def save_pretrained(self, params: Mapping[str, torch.Tensor], directory: Any, form: Form | None = None) -> None:
+        """See `CausalLMFactory.save_pretrained`; by default the files are like the base's.
 
         Raises:
             ConfigError: the model's files hold buffers, which no run trains, and they are not here.
@@ -252,7 +275,7 @@ class PretrainedFactory:
             if own:
                 self.load(stage, own)
                 buffers |= own
-        self.cut.save_pretrained(params, directory, buffers)
+        self.cut.save_pretrained(params, directory, buffers, form or self.form())
 
 
 def _require_shape(name: str, shape: tuple[int, ...], target: torch.Tensor, where: str) -> None:

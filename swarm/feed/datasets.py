@@ -54,13 +54,6 @@ class DataFacts:
     examples_cut: int = 0
     examples_left_out: int = 0
 
-    def told(self) -> str:
-        """A line for people."""
-        parts = [f"{self.samples:,} training samples, {self.eval_samples:,} held out"]
-        if self.tokens is not None:
-            parts.append(f"{self.tokens:,} tokens, {self.trained_tokens:,} of them trained")
-        return "; ".join(parts)
-
 
 @dataclass(frozen=True)
 class Dataset:
@@ -150,7 +143,7 @@ def open_dataset(
     first, where = (split, f"the held-out part of {source}") if eval_data is None else (0, eval_data)
     held_out = _samples(eval_entry, first, _size_of(eval_entry.content), config, where, required=wants_eval)
     samples = _samples(entry, 0, split, config, source, required=True)
-    dataset = Dataset(
+    return Dataset(
         _name_of(source),
         samples,
         held_out if len(held_out) else None,
@@ -158,9 +151,6 @@ def open_dataset(
         bool(entry.notes["told_date"] or eval_entry.notes["told_date"]),
         entry.memo.of(f"{split} {first} {_place_of(eval_entry)} {config.sequence_length} {config.packing}"),
     )
-    if source != BUILTIN:
-        logger.info("data %s: %s", source, dataset.facts().told())
-    return dataset
 
 
 def _place_of(entry: TokenEntry) -> str:

@@ -101,19 +101,34 @@ def test_a_fine_tuned_model_loads_elsewhere_with_the_same_loss(
     )
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [line["loss"] for line in lines]
     assert losses[-1] < 0.97 * losses[0], losses
-    [evaluation] = [json.loads(line)["loss"] for line in done.stdout.splitlines() if "evaluation at step" in line]
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    [evaluation] = [line["loss"] for line in told if "evaluation at step" in line["message"]]
+    assert lines[-1]["eval_loss"] == pytest.approx(evaluation)
+    assert lines[-1]["total_tokens"] == sum(line["tokens"] for line in lines)
+    [data] = [line for line in told if line["message"].startswith("data: 150 rows, 0 left out; ")]
+    assert data["trained_tokens"] < data["tokens"]
+    assert lines[-1]["epoch"] == 8 * 64 / data["samples"]
+    assert [line["message"] for line in told if "so taken" in line["message"]] == ["not said, and so taken: warmup_steps 1"]
 
     assert export_model(["--checkpoints", str(state), "--out", str(out), "--quiet", "--log-level", "warning"]) == 0
+    assert f"| base | `{model.resolve()}` |" in (out / "README.md").read_text()
     if lora:
         import peft
+
+        assert peft.PeftConfig.from_pretrained(out).base_model_name_or_path == str(model.resolve())
 
         assert not list(out.glob("model*")), "the base is no part of it"
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         assert loss_of(base, state / RUN_FILE, chat, model) > evaluation + 0.1
         found: Any = peft.PeftModel.from_pretrained(base, out)
     else:
+        assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16, "as the base"
+        assert (out / "generation_config.json").read_bytes() == (model / "generation_config.json").read_bytes()
+        again = ["--checkpoints", str(state), "--out", str(out), "--dtype", "float32", "--quiet", "--log-level", "warning"]
+        assert export_model(again) == 0
         found = AutoModelForCausalLM.from_pretrained(out)
     assert loss_of(found, state / RUN_FILE, chat, out) == pytest.approx(evaluation, abs=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(out)

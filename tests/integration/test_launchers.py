@@ -83,7 +83,7 @@ def test_a_trainer_with_other_data_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path, "backbone", "backbone", run=tmp_path / "run.toml") as backbone:
         join = ["--join", address_of(backbone), "--host", "127.0.0.1"]
         refused = subprocess.run(
-            launcher("trainer", *join, "--data", "other.txt"),
+            launcher("trainer", *join, "--data", "other.txt", "--log-level", "warning"),
             capture_output=True,
             text=True,
             env=environment(),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import tempfile
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from swarm.base.config import RunConfig
-from swarm.base.errors import ConfigError, LinkError, RemoteError, RemoteProtocolError
+from swarm.base.errors import ConfigError, LinkError, RemoteError, RemoteProtocolError, StorageError
 from swarm.base.ids import Address, new_incarnation
 from swarm.net.transport import Transport
 from swarm.peer.link import together
@@ -51,7 +54,14 @@ class _Asker:
 
 
 async def fetch_parameters(
-    transport: Transport, info: m.RunInfo, config: RunConfig, factory: StageFactory, *, deadline_s: float, rng: random.Random
+    transport: Transport,
+    info: m.RunInfo,
+    config: RunConfig,
+    factory: StageFactory,
+    *,
+    deadline_s: float,
+    rng: random.Random,
+    directory: Path,
 ) -> tuple[m.CommitRecord, dict[str, torch.Tensor]]:
     """Fetch the newest record that all stages hold, and every trained parameter and changing buffer at it, in the masters' dtype.
 
@@ -61,10 +71,13 @@ async def fetch_parameters(
         factory: gives the names and shapes of each stage's parameters.
         deadline_s: for the stages to offer one version.
         rng: chooses among members.
+        directory: on a disk with room for all of it: what is fetched lies there, in files without a name, and need not stay
+            in memory.
 
     Raises:
         ConfigError: the run has not begun.
         RemoteError: the stages did not offer one version in time, or a download failed; says which stage and why.
+        StorageError: the disk has no room.
     """
     if info.record is None:
         raise ConfigError("the run has not begun: there is nothing to export yet")
@@ -75,7 +88,7 @@ async def fetch_parameters(
         dtype = MASTER_DTYPES[config.precision]
         flats = await together(
             *(
-                _download(asker, stage, member, manifest, layout.num_elements, dtype)
+                _download(asker, stage, member, manifest, _on_disk(layout.num_elements, dtype, directory))
                 for stage, ((member, manifest), layout) in enumerate(zip(offers, stages, strict=True))
             )
         )
@@ -120,9 +133,8 @@ async def _one_version_id(asker: _Asker, record: m.CommitRecord, deadline_s: flo
         raise RemoteError(f"the stages did not offer one version within {deadline_s:g} s; {problem}") from None
 
 
-async def _download(
-    asker: _Asker, stage: int, member: m.Member, manifest: m.StateManifest, num_elements: int, dtype: torch.dtype
-) -> torch.Tensor:
+async def _download(asker: _Asker, stage: int, member: m.Member, manifest: m.StateManifest, flat: torch.Tensor) -> torch.Tensor:
+    num_elements, dtype = len(flat), flat.dtype
     [(_, dtype_name, length, digest)] = [entry for entry in manifest.entries if entry[0] == MASTERS] or [("", "", -1, "")]
     if length != num_elements or dtype_name != str(dtype).removeprefix("torch."):
         raise RemoteError(f"stage {stage}: {length} elements of {dtype_name or 'nothing'} are offered, {num_elements} expected")
@@ -139,11 +151,22 @@ async def _download(
         )
         return (await asker.ask(member, wanted, m.StateChunk))[1]
 
-    flat = torch.empty(num_elements, dtype=dtype)
     await fetch_ranges(flat, RANGE_ELEMENTS, fetch, what=f"stage {stage}")
     if digest_of([flat]) != digest:
         raise RemoteError(f"stage {stage}: {member.peer[:8]} sent other bytes than it announced")
     return flat
+
+
+def _on_disk(num_elements: int, dtype: torch.dtype, directory: Path) -> torch.Tensor:
+    """An empty tensor in a file that goes when the tensor does. Its room is taken now: a write to memory cannot be refused."""
+    if not num_elements:
+        return torch.empty(0, dtype=dtype)
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, num_elements * dtype.itemsize)
+            return torch.from_file(file.name, shared=True, size=num_elements, dtype=dtype)
+    except OSError as error:
+        raise StorageError(f"{directory}: {error.strerror}") from None
 
 
 async def _let_go(asker: _Asker, offers: dict[int, Offer]) -> None:

@@ -283,7 +283,7 @@ def test_a_member_that_the_auxiliary_waits_for_in_vain_is_named() -> None:
         assert victim.identity.peer_id in {x.peer for x in simulation.commits[7].members[0]}, "it joined again"
         assert 6 in swarm.helped()
 
-    run(main, seed=HELPED)
+    run(main, seed=3)
 
 
 # ------------------------------------------------------------------------------------------------ bounds
@@ -312,7 +312,7 @@ def test_stages_share_an_aggregator() -> None:
         assert whole is not None
         assert offers[0][0] + offers[1][0] <= 1.5 * whole
 
-    run(main, seed=3)  # at others a member has no tickets in some steps, and its stage no need of help
+    run(main, seed=5)  # at others a member has no tickets in some steps, and its stage no need of help
 
 
 def test_one_without_room_is_not_used() -> None:

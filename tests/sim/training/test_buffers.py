@@ -233,7 +233,9 @@ def test_a_joiner_a_checkpoint_and_an_export_have_the_buffers(tmp_path):
         compare_state = one_process(config.to_bytes()).state
         transport = MemoryTransport(simulation.network, Address("10.9.9.9", 1))
         info = await fetch_run(transport, simulation.nodes["backbone0"].address, deadline_s=5.0)
-        _, exported = await fetch_parameters(transport, info, config, simulation.factory, deadline_s=60.0, rng=random.Random(1))
+        _, exported = await fetch_parameters(
+            transport, info, config, simulation.factory, deadline_s=60.0, rng=random.Random(1), directory=tmp_path
+        )
         assert exported.keys() == compare_state.keys()
         for name, value in exported.items():
             torch.testing.assert_close(value, compare_state[name].double(), rtol=1e-8, atol=1e-8, msg=name)

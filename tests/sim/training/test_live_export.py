@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +29,18 @@ def visitor(simulation: Simulation) -> MemoryTransport:
 
 async def fetch(simulation: Simulation, transport: MemoryTransport, *, deadline_s: float = 60.0, seed: int = 1):
     info = await fetch_run(transport, simulation.nodes["backbone0"].address, deadline_s=5.0)
-    return await fetch_parameters(
-        transport, info, simulation.config, simulation.factory, deadline_s=deadline_s, rng=random.Random(seed)
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        found = await fetch_parameters(
+            transport,
+            info,
+            simulation.config,
+            simulation.factory,
+            deadline_s=deadline_s,
+            rng=random.Random(seed),
+            directory=Path(directory),
+        )
+        assert not os.listdir(directory), "what was fetched has no name there"
+    return found
 
 
 def test_a_live_run_gives_all_stages_of_one_version_and_goes_on() -> None:

@@ -299,7 +299,7 @@ def test_a_trainer_may_die_while_another_lives_and_its_metrics_go_on(tmp_path: P
     metrics = tmp_path / "metrics.jsonl"
 
     def line_of(step: int) -> dict[str, Any]:
-        return {"event": "step", "run": "r", "step": step, "head": f"h{step}", "loss": 1.0}
+        return {"event": "step", "run": "r", "step": step, "head": f"h{step}", "loss": 1.0, "tokens": 4}
 
     async def main() -> list[str]:
         swarm, view = swarm_in(tmp_path, "--trainers", "3", "--metrics", str(metrics))

@@ -81,7 +81,7 @@ def test_a_peer_behind_a_wildcard_that_was_seen_on_loopback_announces_its_way_ou
 
 
 def line_of(step: int, version_id: str = "a", run: str = "r") -> dict[str, object]:
-    return {"step": step, "head": f"{version_id}{step}", "run": run}
+    return {"step": step, "head": f"{version_id}{step}", "run": run, "tokens": 10 * step}
 
 
 def steps_in(path: Path) -> list[tuple[str, int, str]]:
@@ -95,6 +95,38 @@ def test_metrics_are_appended_line_by_line(tmp_path: Path) -> None:
     metrics.append(line_of(1))
     assert steps_in(path) == [("", 0, ""), ("r", 1, "a1")], "a line waits in a buffer"
     metrics.close()
+
+
+def test_a_line_of_the_metrics_tells_the_runs_tokens_time_and_evaluation(tmp_path: Path) -> None:
+    """Over the lives of its trainer, and without moving what others have read."""
+    path, now = tmp_path / "metrics.jsonl", 100.0
+
+    def lines() -> list[tuple[object, ...]]:
+        found = map(json.loads, path.read_text().splitlines())
+        return [(x["step"], x["total_tokens"], x["elapsed_s"], x["eval_loss"]) for x in found]
+
+    metrics = MetricsFile(path, clock=lambda: now)
+    for step in (1, 2):
+        now += 5
+        metrics.append(line_of(step))
+    size = path.stat().st_size
+    metrics.evaluate("r", 1, "a1", 0.1 + 0.2)
+    metrics.evaluate("r", 2, "b2", 7.0)  # of a version that did not last
+    metrics.evaluate("r", 9, "a9", 7.0)
+    metrics.evaluate("r", 2, "a2", float("nan"))
+    assert path.stat().st_size == size
+    assert lines() == [(1, 10, 5.0, 0.3), (2, 30, 10.0, None)]
+    metrics.close()
+    now = 1000.0
+    metrics = MetricsFile(path, clock=lambda: now)
+    metrics.evaluate("r", 2, "a2", -1.25e-100)
+    now += 2
+    metrics.append(line_of(2, version_id="b"))
+    metrics.append(line_of(3, version_id="b"))
+    metrics.append(line_of(5))
+    metrics.evaluate("r", 3, "b3", 2.5)
+    metrics.close()
+    assert lines() == [(1, 10, 5.0, 0.3), (2, 30, 12.0, None), (3, 60, 12.0, 2.5), (5, None, 12.0, None)]
 
 
 def test_steps_that_are_missing_in_the_metrics_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -252,6 +252,19 @@ def test_the_adapters_file_is_what_peft_writes(saved: Path, tmp_path: Path) -> N
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
+    assert peft.PeftConfig.from_pretrained(tmp_path / "ours").base_model_name_or_path == str(saved.resolve())
+
+
+def test_an_adapter_names_its_base_or_is_not_written(saved: Path, tmp_path: Path) -> None:
+    run, factory = make(saved, "r=4")
+    adapters = Pipeline(run, factory).parameters()
+    with pytest.raises(ConfigError, match="say where it is with --model"):
+        LoraFactory(run, None).save_pretrained(adapters, tmp_path)
+    public = run.model_copy(update={"weights_source": "owner/base@0123abc"})
+    LoraFactory(public, None).save_pretrained(adapters, tmp_path, dtype=torch.bfloat16)
+    config = peft.PeftConfig.from_pretrained(tmp_path)
+    assert (config.base_model_name_or_path, config.revision) == ("owner/base", "0123abc")
+    assert {t.dtype for t in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -516,6 +516,8 @@ def test_experts_and_renamed_tensors_of_the_files_find_their_places(family: str,
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     factory.save_pretrained({name: found[name] for name, _ in model.named_parameters()}, tmp_path / "again")
+    files, old = Shards(Directory(tmp_path / "again")), Shards(Directory(tmp_path))
+    assert files.names == old.names, "the names are those of the family's checkpoints"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(again[name], expected[name]) for name in expected), "what is not trained is exported, too"
     computes = [StageCompute(PretrainedFactory(run_of(tmp_path), None), k, precision="fp32", seed=0) for k in range(NUM_STAGES)]

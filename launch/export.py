@@ -21,6 +21,7 @@ from launch.processes.runner import main_of
 from launch.processes.state_directory import is_state_directory
 from launch.run.model_card import write_card
 from launch.run.models import TOKENIZER_DIRECTORY, copy_tokenizer, noted_place, tokenizer_in, weights_for
+from launch.run.older_model import OlderModel
 from launch.run.stage_tensors import StageTensors
 from models.presets import PRETRAINED
 from swarm.base.config import RunConfig, parse_config_bytes
@@ -119,15 +120,17 @@ def serve(options: ExportOptions, argv: list[str], reports: Reports) -> int:
     else:
         found = _from_checkpoints(options)
     config, record = found.config, found.record
-    base = _base(options)
+    base, older = _base(options), OlderModel(options.out)
     _save(options, found, base)
     tokenizer = _tokenizer(options)
     if tokenizer is not None:
         copy_tokenizer(tokenizer, config, options.out)
     write_card(options.out, config, record, base=base, evaluation=found.evaluation)
+    removed = older.remove()
     what, step = "adapter" if config.lora is not None else "model", record.step + 1
     Announcer(PROGRAM, options.log_format, quiet=options.quiet).say(
-        f"wrote the {what} of step {step} to {options.out}{'' if tokenizer is None else ', with its tokenizer'}",
+        f"wrote the {what} of step {step} to {options.out}{'' if tokenizer is None else ', with its tokenizer'}"
+        + (f"; removed of an older model there: {', '.join(removed)}" if removed else ""),
         step=step,
         version_id=record.version_id,
         out=str(options.out),

@@ -254,8 +254,8 @@ class RunConfig(BaseModel):
         """What goes together is the table in averaging/MODES.md."""
         if self.mode == "local":
             if bool(self.inner_batch_size) == bool(self.inner_steps):
-                both = f"{self.inner_steps} and {self.inner_batch_size}"
-                raise ValueError(f"mode 'local' needs either inner_steps or inner_batch_size, not {both}: leave one at 0")
+                which = "one of inner_steps and inner_batch_size, not both" if self.inner_steps else "inner_steps, such as 20"
+                raise ValueError(f"mode 'local' needs {which}")
             if self.inner_steps and self.tickets_per_step % self.inner_steps:
                 raise ValueError(
                     f"target_batch_size {self.target_batch_size} is not a multiple of {self.inner_steps} inner_steps times "

@@ -171,7 +171,7 @@ def _samples(entry: TokenEntry, first: int, stop: int, config: RunConfig, where:
     else:
         memo = entry.memo.of(f"{first} {stop}")
         samples = PackedExamples(content.part(first, stop), length, packed=config.packing, memo=memo)
-        problem = f"of {stop - first} conversations none has anything to learn within sequence_length {length}"
+        problem = f"{stop - first} rows have nothing to learn within --sequence-length {length}: give a greater one"
     if required and not len(samples):
         raise ConfigError(f"data {where}: {problem}")
     return samples

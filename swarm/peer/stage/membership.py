@@ -107,10 +107,11 @@ class Membership:
             wanted = self.state in ("waiting", "syncing") or (listed is not None and not listed.ready)
             if wanted and self.state != "draining":
                 _, self.waiting_for = await self._ask_to_join()
-                if self._waiting.note_news("" if self.waiting_for.startswith(USUAL_WAITS) else self.waiting_for):
-                    logger.info(
-                        "stage %d: this peer is not listed yet; the run waits for %s", self._context.stage, self.waiting_for
-                    )
+                is_over = self.waiting_for.startswith("nothing:")
+                usual = self.waiting_for.startswith(USUAL_WAITS) and not is_over
+                if self._waiting.note_news("" if usual else self.waiting_for):
+                    what = self.waiting_for.removeprefix("nothing: ") if is_over else f"the run waits for {self.waiting_for}"
+                    logger.info("stage %d: this peer is not listed yet; %s", self._context.stage, what)
             else:
                 self._failing, self._waiting = Lasting(), Lasting()
                 await self._look_whether_the_run_waits()

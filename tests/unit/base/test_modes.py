@@ -62,8 +62,8 @@ def test_the_configuration_allows_what_the_table_allows(mode: str) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"mode": "local"}, "needs either inner_steps or inner_batch_size, not 0 and 0"),
-        ({"mode": "local", "inner_steps": 2, "inner_batch_size": 8}, "either inner_steps or inner_batch_size, not 2 and 8"),
+        ({"mode": "local"}, "mode 'local' needs inner_steps, such as 20"),
+        ({"mode": "local", "inner_steps": 2, "inner_batch_size": 8}, "one of inner_steps and inner_batch_size, not both"),
         ({"mode": "local", "inner_steps": 3}, "64 is not a multiple of 3 inner_steps times micro_batch_size 8"),
         ({"mode": "local", "inner_batch_size": 12}, "inner_batch_size 12 is not a multiple of micro_batch_size 8"),
         ({"mode": "local", "inner_batch_size": 128}, "inner_batch_size 128 is above target_batch_size 64"),

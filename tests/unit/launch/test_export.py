@@ -49,6 +49,27 @@ def test_numbers_that_are_not_finite_are_not_exported(
     assert "none: llama-tiny, from random values" in card
 
 
+def test_nothing_of_an_older_model_stays_beside_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its template would be taken for the new model's. Other files stay."""
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = RunConfig(model_options=small)
+    parameters = {name: p.detach() for name, p in factory_of(config).build_whole().named_parameters()}
+    whole = export.Exported(config=config, factory=factory_of(config), tensors=parameters, record=RECORD)
+    monkeypatch.setattr(export, "_from_checkpoints", lambda options: whole)
+    out = tmp_path / "out"
+    out.mkdir()
+    older = ("adapter_config.json", "chat_template.jinja", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    for name in (*older, "config.json", "tokenizer.json", "notes.txt"):
+        (out / name).write_text("older")
+    assert export.main(["--checkpoints", str(tmp_path), "--out", str(out)]) == 0
+    assert "removed of an older model there: adapter_config.json, chat_template.jinja" in capsys.readouterr().out
+    assert not any((out / name).exists() for name in older)
+    assert (out / "notes.txt").read_text() == "older"
+    assert "older" not in ((out / "config.json").read_text(), (out / "tokenizer.json").read_text())
+
+
 def test_one_part_of_a_model_is_in_memory_at_a_time() -> None:
     read: list[int] = []
 

@@ -218,3 +218,19 @@ def test_a_trainer_that_comes_late_tells_what_went_before_as_such():
         await simulation.close()
 
     run_virtual(main())
+
+
+def test_a_peer_that_joins_a_finished_run_says_that_it_is_finished(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="swarm.peer.stage.membership")
+
+    async def main() -> None:
+        simulation = Simulation(small_config(total_steps=2), seed=3)
+        await simulation.start(peers_per_stage=1, trainers=1)
+        await committed(simulation, 2)
+        await simulation.add_stage_peer("stage1.1", 1)
+        await asyncio.sleep(10.0)
+        await simulation.abandon()
+
+    run_virtual(main())
+    said = [x.getMessage() for x in caplog.records if "not listed yet" in x.getMessage()]
+    assert said == ["stage 1: this peer is not listed yet; the run is finished"]

@@ -107,7 +107,7 @@ def table_of(first: StatusReply, others: dict[Address, StatusReply | str]) -> Ta
     title = f"step {_known(first.step)}{f' of {total}' if total else ''}, head {first.version_id[:12] or '-'}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in ("stage", "peer", "address", "role", "state", "step", "head", "in flight", "tickets/s", "bound by"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=True, min_width=21 if heading == "address" else None)
     known = {Address(m.host, m.port): str(k) for k, members in enumerate(first.stages) for m in members}
     rows: dict[Address, StatusReply | str] = {Address(first.member.host, first.member.port): first}
     for address, reply in {**rows, **others}.items():

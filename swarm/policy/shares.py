@@ -230,7 +230,7 @@ def choose_shares(reports: Sequence[Report], previous: Sequence[float] | None = 
     reducing = [r.reduces and not r.is_auxiliary for r in reports]
     equal = tuple(part / sum(reducing) for part in reducing)
     if len(members) < 3 and all(r.computes for r in members):
-        return equal, "equal: two members send the same whatever they reduce"
+        return equal, "equal: " + ("two members send the same whatever they reduce" if members[1:] else "nobody else is there")
     reducers = _reducers(reports, members)
     if reducers is None:
         return equal, "equal: no bandwidth has been measured"

@@ -131,7 +131,7 @@ def test_what_cannot_be_replayed_is_one_line(healthy, tmp_path, argv, named, cap
     text = tmp_path / "text.txt"
     text.write_text("other words " * 100)
     argv = [word.format(healthy, text) for word in argv]
-    assert replay(["--checkpoints", str(healthy), *argv]) == 2
+    assert replay(["--checkpoints", str(healthy), "--log-level", "warning", *argv]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert named.format(healthy) in line
 
